@@ -16,14 +16,14 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from bundle.backends.cuda import load_libraries
+from bundle.backends.cuda import load_cudnn_and_transformer_engine
 from bundle.capabilities.cuda import CUDA
 from bundle.recipe.recipe import FP8
 
 if torch.cuda.is_available():
-    load_libraries()  # before megatron is imported, as in a job
+    load_cudnn_and_transformer_engine()  # before megatron is imported, as in a job
 from bundle.backends.cpu.layers import multiply_in_fp8
-from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, build_quantisers
+from bundle.backends.cpu.scaling import E4M3, E5M2, ForwardPurpose, build_quantisers
 from bundle.mcore import context
 
 TOKENS, INPUTS, OUTPUTS = 528, 1040, 784
@@ -72,7 +72,7 @@ def emulated(fp8: FP8, dtype: torch.dtype) -> Triple:
         with context.schedule_run.set(object()):
             for given in step:
                 x, weight = (value.requires_grad_() for value in given[:2])
-                output = multiply_in_fp8(x, weight, None, quantisers, Phase.TRAINED)
+                output = multiply_in_fp8(x, weight, None, quantisers, ForwardPurpose.TRAINED)
                 found = (output.detach(), *torch.autograd.grad(output, (x, weight), given[2]))
     return found
 
@@ -112,7 +112,7 @@ def unequal(fp8: FP8, dtype: torch.dtype) -> tuple[int, int]:
     ):
         wide = value.float()
         theirs = _quantizer(fp8, index)(value.cuda()).dequantize(dtype=torch.float32).cpu()
-        ours_of_it = quantiser(wide, Phase.TRAINED)(wide, 1)
+        ours_of_it = quantiser(wide, ForwardPurpose.TRAINED)(wide, 1)
         found += int((~torch.isclose(ours_of_it, theirs, rtol=NEIGHBOURS / 100, atol=0.0)).sum())
         whole += value.numel()
     return found, whole

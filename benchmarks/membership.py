@@ -2,9 +2,9 @@
 
 python -m benchmarks.membership [--nodes N...]
 
-All nodes of a job with spare nodes run `launch.node_registry` and `launch.nodes.PeerNodes` in one process, on
-a clock that moves by itself, while their ranks run. Python's audit events count the operations in the shared
-folder. Ends with 1 where all nodes together make more than 50 operations a second.
+All nodes of a job with spare nodes run `launch.node_registry` and `launch.nodes.PeerVerdictWatcher` in one
+process, on a clock that moves by itself, while their ranks run. Python's audit events count the operations
+in the shared folder. Ends with 1 where all nodes together make more than 50 operations a second.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from unittest import mock
 
 from bundle.launch import outcomes
 from bundle.launch.node_registry import NodeRegistry, get_running_interval
-from bundle.launch.nodes import PeerNodes
+from bundle.launch.nodes import PeerVerdictWatcher
 from bundle.launch.rendezvous import Rendezvous
 
 MOST_PER_SECOND = 50.0
@@ -83,19 +83,19 @@ def measure_rates(nodes: int) -> Counter[str]:
         for _ in range(int(seconds / STEP_SECONDS)):
             clock.now += STEP_SECONDS
             for registry, others in zip(registries, peers, strict=True):
-                registry.send_heartbeat()
-                others.poll()
+                registry.send_heartbeat_if_due()
+                others.has_failed_peer_after_poll()
         counter.is_on = False
     return Counter({event: count / seconds for event, count in counter.counts.items()})  # type: ignore[misc]
 
 
 def start_nodes(
     nodes: int, folder: Path, local: Path, clock: Clock
-) -> tuple[list[NodeRegistry], list[PeerNodes]]:
+) -> tuple[list[NodeRegistry], list[PeerVerdictWatcher]]:
     """Return the registry and the peers of each node after its ranks have met; they start one by one."""
     world = folder / "world-1"
     (world / outcomes.NODES_FOLDER).mkdir(parents=True)
-    (local / outcomes.WORLD_FILE).write_text(str(world))
+    (local / outcomes.WORLD_FOLDER_PATH_FILE).write_text(str(world))
     registries = [NodeRegistry(folder / "roster", rank, f"gpu{rank}", "h") for rank in range(nodes)]
     for registry in registries:
         registry.update_entry(waits_for=1)
@@ -103,9 +103,9 @@ def start_nodes(
     peers = []
     for rank, registry in enumerate(registries):
         clock.now += get_running_interval(nodes) / nodes
-        registry.poll()
+        registry.poll_if_due()
         registry.update_entry(waits_for=None)
-        peers.append(PeerNodes(local, Rendezvous(nodes, rank, "h", 29500, "", "")))
+        peers.append(PeerVerdictWatcher(local, Rendezvous(nodes, rank, "h", 29500, "", "")))
     return registries, peers
 
 

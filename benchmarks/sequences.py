@@ -51,7 +51,7 @@ class Inputs:
 
     @classmethod
     def draw(cls, lengths: list[int], layers: int, topk: int) -> "Inputs":
-        tokens, (_, rows) = sum(lengths), Packing.from_lengths(lengths, ALIGNMENT, rank=0).shape
+        tokens, (_, rows) = sum(lengths), Packing.from_lengths(lengths, ALIGNMENT, rank=0).local_shape
         return cls(
             lengths,
             torch.randint(1, 1000, (tokens,)),
@@ -64,10 +64,13 @@ class Inputs:
 def by_plan(x: Inputs) -> dict[str, Callable[[Packing], Any]]:
     """The work by a `Packing`."""
     return {
-        "pack ids, positions": lambda p: (p.pack(x.ids), p.positions),
-        "roll labels, mask": lambda p: (p.pack(x.ids, roll=1), p.pack(x.mask, roll=1)),
-        "unpack log-probs": lambda p: p.unpack(x.log_probs),
-        "merge routes": lambda p: p.unpack(x.routes),
+        "pack ids, positions": lambda p: (p.pack_concatenated(x.ids), p.positions),
+        "roll labels, mask": lambda p: (
+            p.pack_concatenated(x.ids, roll=1),
+            p.pack_concatenated(x.mask, roll=1),
+        ),
+        "unpack log-probs": lambda p: p.unpack_gathered_shards(x.log_probs),
+        "merge routes": lambda p: p.unpack_gathered_shards(x.routes),
     }
 
 

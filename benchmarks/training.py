@@ -80,7 +80,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
 
     cpu = torch.device("cpu")
     with runtime.megatron_calls():
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     feed = data.Loader(recipe, data.prepare(recipe, directory), 0, 1)
     batches = Batches(recipe, feed, state, cpu)
     engine = Engine(recipe, runtime, state, cpu)

@@ -34,7 +34,7 @@ from bundle.planning import build_plan
 from bundle.pretrained.writing import (
     OutputTensor,
     PublishedModel,
-    SafetensorsWriter,
+    SafetensorsFileWriter,
     build_file_names,
     split_into_files,
     write_index,
@@ -119,18 +119,21 @@ def ways(root: Path, config: dict) -> Iterator[tuple[str, Measured]]:
         imported, exported = root / "megatron", root / "hf"
         yield "weights import", measured(lambda: conversion.to_torch_dist(weights, table, imported), imported)
         conversion.to_torch_dist(weights, table, imported)
-        checkpoint = TorchDistCheckpoint(conversion.find_newest(imported))
+        checkpoint = TorchDistCheckpoint(conversion.resolve_tracked_checkpoint(imported))
         model = PublishedModel(config, job.architecture)
         yield (
             "weights export",
-            measured(lambda: conversion.to_hugging_face(checkpoint, model, exported, "bf16"), exported),
+            measured(
+                lambda: conversion.write_full_hugging_face_model(checkpoint, model, exported, "bf16"),
+                exported,
+            ),
         )
         shutil.rmtree(imported)
-        made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+        made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
         chunks = gpt.build_chunks(
             job, build_transformer_config(job, runtime.build_config_options(job)), runtime, made
         )
-        yield "load", measured(lambda: loading.load(chunks, made, weights, table))
+        yield "load", measured(lambda: loading.load_and_list_unpublished(chunks, made, weights, table))
         yield "export", measured(lambda: exporting.export(exported, job, chunks, made), exported)
 
 
@@ -150,7 +153,7 @@ def written(directory: Path, gib: float) -> dict:
     files = list(split_into_files(stored, FILE))
     of = dict(zip(build_file_names(len(files)), files, strict=True))
     for name, share in of.items():
-        file = SafetensorsWriter(directory / name, share)
+        file = SafetensorsFileWriter(directory / name, share)
         for tensor in share:
             values = (0.02 * torch.randn(tensor.shape)).bfloat16().flatten()
             file.append(memoryview(values.view(torch.uint8).numpy()))

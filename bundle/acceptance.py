@@ -22,12 +22,12 @@ from bundle.environment.doctor import AUTOLOAD_VARIABLE
 from bundle.environment.machine import Finding, Hardware, Level, fail, ok, to_json_value, to_printable
 from bundle.environment.packages import InstalledPackages
 from bundle.preflight import ProbeResult
-from bundle.verification import WorkOrder, decide_patches, plan_all_patches, run_orders
+from bundle.verification import WorkOrder, build_needed_patch_plan, decide_patches, run_orders
 from bundle.verification.collective_types import MOVED_TYPES, REDUCED_TYPES
 
-COMMAND = "mcore-bundle doctor --acceptance"
+DOCTOR_COMMAND = "mcore-bundle doctor --acceptance"
 PROGRAM_MODULE = "bundle"  # what `python -m` runs for a verb
-VERIFIED_PATCHES: tuple[str, ...] = ()  # that are verified; without any, all that apply
+PATCH_IDS_TO_VERIFY: tuple[str, ...] = ()  # that are verified; without any, all that apply
 TRAIN_STEPS, CHECKPOINT_STEP = 5, 3  # of training, and until the checkpoint that is gone on from
 # The largest relative distance of a loss from the cpu's after five steps; on an H200 it was 5e-7 in fp32.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 1e-2}
@@ -49,16 +49,18 @@ def _build_operator_check(name: str, function: str) -> OperatorCheck:
 # By backend. On cuda layers are Transformer Engine's and on the cpu torch's own: losses stand for them.
 OPERATORS: Mapping[str, tuple[OperatorCheck, ...]] = {
     "ascend": (
-        _build_operator_check("flash", "attention"),
-        _build_operator_check("rms_norm", "rms_norm"),
-        _build_operator_check("swiglu", "swiglu"),
-        _build_operator_check("rotary", "rotary"),
-        _build_operator_check("permute", "permute"),
-        _build_operator_check("grouped_experts", "grouped_experts"),
-        _build_operator_check("adamw", "adamw"),
+        _build_operator_check("flash", "npu_fusion_attention"),
+        _build_operator_check("rms_norm", "npu_rms_norm"),
+        _build_operator_check("swiglu", "npu_swiglu"),
+        _build_operator_check("rotary", "npu_rotary_mul"),
+        _build_operator_check("permute", "ascend_permutation"),
+        _build_operator_check("grouped_experts", "npu_grouped_matmul"),
+        _build_operator_check("adamw", "fused_adamw"),
     )
 }
-COLLECTIVES = "bundle.verification.measurements.collectives:measure_collective_errors"
+COLLECTIVE_MEASUREMENT_ENTRY_POINT = (
+    "bundle.verification.measurements.collectives:require_exact_collective_results"
+)
 
 
 class AcceptancePart(NamedTuple):
@@ -97,15 +99,15 @@ def run_acceptance(
         yield AcceptancePart(
             f"operator {operator.name}", _time_run(partial(_measure_operator, operator, backend))
         )
-    yield AcceptancePart("collectives", _time_run(partial(measure_collectives, backend, ranks)))
+    yield AcceptancePart("collectives", _time_run(partial(check_collectives, backend, ranks)))
     training = _DemoTraining(backend, directory)
     for dtype, tolerance in LOSS_TOLERANCES.items():
         yield AcceptancePart(
             f"five steps in {dtype}", _time_run(partial(training.compare_with_cpu, dtype, tolerance))
         )
-    yield AcceptancePart("checkpoint", _time_run(training.resume_run))
-    yield AcceptancePart("two ranks", _time_run(partial(training.split_over_ranks, ranks)))
-    yield AcceptancePart("patches", _time_run(partial(_verify_patches, backend)))
+    yield AcceptancePart("checkpoint", _time_run(training.compare_single_rank_resume))
+    yield AcceptancePart("two ranks", _time_run(partial(training.compare_tensor_parallel_resume, ranks)))
+    yield AcceptancePart("patches", _time_run(partial(_run_patches_verify, backend)))
 
 
 def build_document(
@@ -126,7 +128,7 @@ def build_document(
     ]
     combination = None
     if passed:
-        command = f"{COMMAND} --backend {hardware.backend}"
+        command = f"{DOCTOR_COMMAND} --backend {hardware.backend}"
         combination = compatibility.build_combination(
             installed_packages, hardware.backend, name, proven, command
         )
@@ -172,11 +174,11 @@ def _measure_operator(operator: OperatorCheck, backend: str) -> ProbeResult:
     return ProbeResult(measured, wrong="" if distance <= 1 else complaint)
 
 
-def measure_collectives(backend: str, ranks: int) -> ProbeResult:
+def check_collectives(backend: str, ranks: int) -> ProbeResult:
     if ranks < 2:
         return ProbeResult(skipped="needs two devices")
     name = capabilities.find_capabilities(backend).collectives
-    distance = _measure_order(WorkOrder(0, COLLECTIVES, 2, 600, ()), backend)
+    distance = _measure_order(WorkOrder(0, COLLECTIVE_MEASUREMENT_ENTRY_POINT, 2, 600, ()), backend)
     note = f"{name} adds up {', '.join(REDUCED_TYPES)} and moves {', '.join(MOVED_TYPES)}"
     return ProbeResult(wrong=distance) if isinstance(distance, str) else ProbeResult(note=note)
 
@@ -185,7 +187,7 @@ def _measure_order(order: WorkOrder, backend: str) -> float | str:
     """Return the largest gap that the ranks measured, or a description of what went wrong."""
     patch_survey = decide_patches(backend)
     ((_, answers),) = run_orders(
-        [order], plan_all_patches(patch_survey), backend=backend, root=patch_survey.core.root
+        [order], build_needed_patch_plan(patch_survey), backend=backend, root=patch_survey.core.root
     )
     gaps = [observation.gap for observation in answers if observation.gap is not None]
     if len(gaps) < len(answers) or not gaps:
@@ -212,33 +214,35 @@ class _DemoTraining:
 
     def compare_with_cpu(self, dtype: str, tolerance: float) -> ProbeResult:
         """Compare the losses of one device with those of the cpu."""
-        wrong = self._train(_CPU, dtype, "cpu") or self._train(_DEVICE, dtype, self.backend)
+        wrong = self._find_training_error(_CPU, dtype, "cpu") or self._find_training_error(
+            _DEVICE, dtype, self.backend
+        )
         if wrong:
             return ProbeResult(wrong=wrong)
         return judge_losses(
             self._read_losses(_DEVICE, dtype), self._read_losses(_CPU, dtype), tolerance, "the cpu's"
         )
 
-    def resume_run(self) -> ProbeResult:
+    def compare_single_rank_resume(self) -> ProbeResult:
         """Compare the last steps from a checkpoint with those of the run that wrote it."""
-        return self._run_from_checkpoint("resumed", ranks=1, tolerance=RESUME_TOLERANCE)
+        return self._compare_resume_losses("resumed", ranks=1, tolerance=RESUME_TOLERANCE)
 
-    def split_over_ranks(self, ranks: int) -> ProbeResult:
+    def compare_tensor_parallel_resume(self, ranks: int) -> ProbeResult:
         """Compare the last steps on two devices (tensor and sequence parallel) with the unbroken run."""
         if ranks < 2:
             return ProbeResult(skipped="needs two devices")
-        return self._run_from_checkpoint(
+        return self._compare_resume_losses(
             "split", ranks=2, tolerance=LOSS_TOLERANCES["fp32"], extra_settings=("parallel.tp=2",)
         )
 
-    def _run_from_checkpoint(
+    def _compare_resume_losses(
         self, name: str, *, ranks: int, tolerance: float, extra_settings: Sequence[str] = ()
     ) -> ProbeResult:
         folder = self._get_run_directory(_DEVICE, "fp32") / "checkpoints"
         saved = sorted(folder.glob("step-*"))
         if not saved:
             return ProbeResult(wrong="the fp32 run wrote no checkpoint")
-        wrong = self._train(
+        wrong = self._find_training_error(
             name, "fp32", self.backend, ranks=ranks, origin=saved[0], extra_settings=extra_settings
         )
         if wrong:
@@ -253,7 +257,7 @@ class _DemoTraining:
     def _read_losses(self, name: str, dtype: str) -> Losses:
         return parse_losses((self._get_run_directory(name, dtype) / "metrics.jsonl").read_text("utf-8"))
 
-    def _train(
+    def _find_training_error(
         self,
         name: str,
         dtype: str,
@@ -309,10 +313,10 @@ def judge_losses(actual: Losses, expected: Losses, tolerance: float, reference_n
     return ProbeResult(measured, note=f"every loss within {tolerance:g} of {reference_name}")
 
 
-def _verify_patches(backend: str) -> ProbeResult:
+def _run_patches_verify(backend: str) -> ProbeResult:
     """Return the result of `patches verify`."""
     code, output, error_text = _run_verb(
-        ["patches", "verify", *VERIFIED_PATCHES, "--json", "--backend", backend], {}
+        ["patches", "verify", *PATCH_IDS_TO_VERIFY, "--json", "--backend", backend], {}
     )
     try:
         document = json.loads(output)

@@ -57,7 +57,7 @@ class PatchError(BundleError):
     code = ExitCode.PATCHES
 
 
-class LaunchUnavailable(BundleError):
+class TargetUnavailable(BundleError):
     """The launch backend cannot be reached or is not installed."""
 
     code = ExitCode.LAUNCH_UNAVAILABLE

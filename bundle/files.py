@@ -17,7 +17,7 @@ from bundle.errors import JobFailed, UsageError, format_bytes
 
 # Bytes of a large file that are handed over at a time, and those after which it goes to the disk.
 _PIECE_BYTES, _AHEAD_BYTES = 1 << 20, 1 << 26
-_UMASK = 0o027
+_REQUIRED_UMASK_BITS = 0o027
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -87,13 +87,13 @@ def list_matches(directory: Path, pattern: str) -> list[Path]:
         return []
 
 
-def read_text(path: Path, limit: int = 4 << 20) -> str | None:
+def read_text_if_small(path: Path, limit: int = 4 << 20) -> str | None:
     """Return the file's text (bad bytes replaced); None for no regular file, one too big, or unreadable."""
-    data = read_bytes(path, limit)
+    data = read_bytes_if_small(path, limit)
     return None if data is None else data.decode("utf-8", errors="replace")
 
 
-def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
+def read_bytes_if_small(path: Path, limit: int = 4 << 20) -> bytes | None:
     """Return the file's bytes; None for no regular file (a pipe would wait), one too big, or unreadable."""
     try:
         return read_content(path, limit)
@@ -101,9 +101,9 @@ def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
         return None
 
 
-def restrict_new_files() -> None:
+def restrict_umask_to_group() -> None:
     """Deny others all rights to new files of this process, and the group to write: 0640 and 0750 at most."""
-    os.umask(os.umask(_UMASK) | _UMASK)
+    os.umask(os.umask(_REQUIRED_UMASK_BITS) | _REQUIRED_UMASK_BITS)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -133,7 +133,7 @@ def digest_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _PiecewiseFile(io.FileIO):
+class _ShortWriteFile(io.FileIO):
     """A file that takes a part of what it is given, as any may: whoever writes comes back with the rest.
 
     For more at once Linux takes large pages, which the host of a virtual machine may have to find first:
@@ -152,9 +152,9 @@ class _PiecewiseFile(io.FileIO):
         return taken
 
 
-def open_writer(path: Path) -> io.BufferedWriter:
+def open_large_file_writer(path: Path) -> io.BufferedWriter:
     """Open an empty file for large writes. Raises OSError."""
-    return io.BufferedWriter(_PiecewiseFile(path, "wb"))
+    return io.BufferedWriter(_ShortWriteFile(path, "wb"))
 
 
 def sync_directory(directory: Path) -> None:
@@ -179,7 +179,7 @@ def build_write_error(path: Path, error: BaseException) -> JobFailed:
     """Return the error to raise when `path` could not be written."""
     if is_disk_full(error):
         free = f"{format_bytes(find_free_bytes(path))} free"
-        if inodes := _count_used_up_inodes(path):
+        if inodes := _count_inodes_if_exhausted(path):
             return JobFailed(
                 f"{path}: no inodes left to write (all {inodes} are in use, {free})."
                 " Remove files, raise the quota of files, or lower checkpoint.keep."
@@ -196,7 +196,7 @@ def find_free_bytes(path: Path) -> int:
     return shutil.disk_usage(_find_existing_path(path)).free
 
 
-def _count_used_up_inodes(path: Path) -> int:
+def _count_inodes_if_exhausted(path: Path) -> int:
     """Return the number of inodes on the disk of `path` where all are in use; else 0."""
     status = os.statvfs(_find_existing_path(path))
     return 0 if status.f_favail else status.f_files  # some file systems count none

@@ -28,7 +28,7 @@ _DATASET_REFERENCE = re.compile(
     rf"hf://datasets/(?P<name>{_NAME_PATTERN})(?:@(?P<revision>[\w.-]+))?(?:/(?P<inside>.+))?"
 )
 _COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
-_FILE_NAME = re.compile(r"\.[a-z]+$")  # of a path that is not there, rather than of a repository
+_LOCAL_FILE_EXTENSION = re.compile(r"\.[a-z]+$")  # of a path that is not there, rather than of a repository
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -49,11 +49,11 @@ class Reference(NamedTuple):
     @property
     def patterns(self) -> list[str]:
         """The names of its files that are downloaded."""
-        if self.inside and self._has_safe_name(self.inside):
+        if self.inside and self._has_safe_file_format(self.inside):
             return [self.inside]
         return [f"{self.inside}{ending}" for ending in SAFE_PATTERNS[self.kind]]
 
-    def _has_safe_name(self, name: str) -> bool:
+    def _has_safe_file_format(self, name: str) -> bool:
         return any(fnmatch(name, pattern) for pattern in SAFE_PATTERNS[self.kind])
 
     def is_selected_for_download(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class Reference(NamedTuple):
         is_inside = self.kind == "dataset" or "/" not in name
         return (
             is_inside
-            and self._has_safe_name(name)
+            and self._has_safe_file_format(name)
             and any(fnmatch(name, pattern) for pattern in self.patterns)
         )
 
@@ -71,7 +71,9 @@ def find_reference(text: str, kind: Kind) -> Reference | None:
     if kind == "dataset" and (match := _DATASET_REFERENCE.fullmatch(text)):
         return Reference(kind, match["name"], match["revision"] or "", match["inside"] or "")
     match = _MODEL_REFERENCE.fullmatch(text)
-    if match is None or ("://" not in text and (_FILE_NAME.search(match["name"]) or _exists(text))):
+    if match is None or (
+        "://" not in text and (_LOCAL_FILE_EXTENSION.search(match["name"]) or _exists(text))
+    ):
         return None
     return Reference(kind, match["name"], match["revision"] or "")
 
@@ -94,7 +96,7 @@ def strip_revision(text: str | None) -> str | None:
     return reference.name if reference else text
 
 
-def find_local_path(text: str, kind: Kind = "model") -> str:
+def resolve_pinned_path(text: str, kind: Kind = "model") -> str:
     """Return where a pinned repository lies in the cache; any other text is returned as it is."""
     reference = find_reference(text, kind) if "@" in text else None
     if reference is None or not _COMMIT_PATTERN.fullmatch(reference.revision):
@@ -107,7 +109,7 @@ def find_local_path(text: str, kind: Kind = "model") -> str:
 
 
 @functools.cache  # a process asks once for a branch, which may move
-def pin(text: str, kind: Kind) -> str:
+def download_and_pin(text: str, kind: Kind) -> str:
     """Return a repository pinned to a commit, whose files are in the cache; a path as it is.
 
     The cache is asked first for a commit, and the Hub for a branch or a tag. Raise UsageError for what the
@@ -128,7 +130,7 @@ def pin(text: str, kind: Kind) -> str:
     if _COMMIT_PATTERN.fullmatch(reference.revision) and _find_cached_commit(huggingface_hub, reference):
         return str(reference)
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return _pin_from_cache(huggingface_hub, reference, "HF_HUB_OFFLINE is set")
+        return _pin_reference_from_cache(huggingface_hub, reference, "HF_HUB_OFFLINE is set")
     try:
         info = huggingface_hub.HfApi().repo_info(
             reference.name,
@@ -138,8 +140,8 @@ def pin(text: str, kind: Kind) -> str:
             files_metadata=True,
         )
     except Exception as error:  # noqa: BLE001 (of the HTTP library that this release of huggingface_hub uses)
-        _refuse(huggingface_hub, reference, error)
-        return _pin_from_cache(
+        _raise_permanent_error(huggingface_hub, reference, error)
+        return _pin_reference_from_cache(
             huggingface_hub, reference, f"the Hub cannot be reached: {_format_error(error)}"
         )
     pinned = reference._replace(revision=info.sha or "")
@@ -153,7 +155,7 @@ def pin(text: str, kind: Kind) -> str:
     try:
         snapshot = _download(huggingface_hub, reference)  # the branch is noted in the cache
     except Exception as error:
-        _refuse(huggingface_hub, reference, error)
+        _raise_permanent_error(huggingface_hub, reference, error)
         raise EnvironmentUnfit(
             f"{pinned}: the download failed: {_format_error(error)}. Run the command again."
         ) from error
@@ -181,7 +183,7 @@ def _find_cached_commit(library: Any, reference: Reference) -> str:
         return ""
 
 
-def _pin_from_cache(library: Any, reference: Reference, reason: str) -> str:
+def _pin_reference_from_cache(library: Any, reference: Reference, reason: str) -> str:
     if commit := _find_cached_commit(library, reference):
         return str(reference._replace(revision=commit))
     repository = f"{reference.name} --repo-type {reference.kind}"
@@ -222,7 +224,7 @@ def _check_disk_space(library: Any, reference: Reference, size: int) -> None:
         )
 
 
-def _refuse(library: Any, reference: Reference, error: Exception) -> None:
+def _raise_permanent_error(library: Any, reference: Reference, error: Exception) -> None:
     """Raise what an answer of the Hub or a full disk means; nothing for a Hub that does not answer."""
     errors = library.errors
     status = getattr(getattr(error, "response", None), "status_code", None)

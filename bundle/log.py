@@ -10,7 +10,7 @@ import sys
 
 from bundle.errors import UsageError
 
-LEVELS = ("debug", "info", "warning", "error")
+LEVEL_NAMES = ("debug", "info", "warning", "error")
 # How a level reaches the ranks that a command starts; a person may set it as well.
 LEVEL_VARIABLE = "MCORE_BUNDLE_LOG_LEVEL"
 DEFAULT_LEVEL = "info"
@@ -53,6 +53,8 @@ def choose_level(level: str) -> None:
 
 
 def _parse_level(level: str, source: str) -> int:
-    if level not in LEVELS:
-        raise UsageError(f"{source}: {level[:40]!r} is not a log level. Choose one of {', '.join(LEVELS)}")
+    if level not in LEVEL_NAMES:
+        raise UsageError(
+            f"{source}: {level[:40]!r} is not a log level. Choose one of {', '.join(LEVEL_NAMES)}"
+        )
     return int(logging.getLevelName(level.upper()))

@@ -74,7 +74,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add(
         "--backend",
         default="auto",
-        choices=hardware.BACKEND_CHOICES,
+        choices=hardware.BACKEND_CHOICES_WITH_AUTO,
         help="auto detects it; cpu runs what expects GPUs on this machine's CPU. Default: auto.",
     )
     add("-m", dest="module", action="store_true", help="Run SCRIPT as a module, as python -m does.")

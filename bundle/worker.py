@@ -13,7 +13,7 @@ from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
 from bundle.distributed.world import agree_on_fields, share_decision
 from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted, UsageError
-from bundle.imports import pause_collection
+from bundle.imports import pause_gc_and_freeze
 from bundle.launch import job as job_file
 from bundle.launch import orphans, outcomes
 from bundle.launch.job import Job
@@ -37,11 +37,11 @@ def run_rank(
     rank, local_rank = rendezvous.rank, rendezvous.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
-    files.restrict_new_files()
-    orphans.kill_forks_on_exit()
+    files.restrict_umask_to_group()
+    orphans.bind_forks_to_parent_death()
     watchdog.show_stacks_on_request()
     return outcomes.run_and_report(
-        rank, local_rank, lambda: _run_rank(rendezvous, decide, prepared_job, wait)
+        rank, local_rank, lambda: _agree_on_job_and_train(rendezvous, decide, prepared_job, wait)
     )
 
 
@@ -52,10 +52,12 @@ def prepare_runtime(patches: PatchPlan, backend: str, recipe: "Recipe | None" = 
     one.
     """
     patcher.apply(patches)
-    return backends.prepare(backend, recipe)
+    return backends.set_up_runtime(backend, recipe)
 
 
-def _run_rank(rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: Job | None, wait: int) -> None:
+def _agree_on_job_and_train(
+    rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: Job | None, wait: int
+) -> None:
     rank, size = rendezvous.rank, rendezvous.world_size
     assert rank is not None and size is not None, "only a rank works"
     timeout = timedelta(seconds=prepared_job.recipe.distributed.timeout_seconds if prepared_job else wait)
@@ -69,22 +71,22 @@ def _run_rank(rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: J
             f" started {size} (nodes: {rendezvous.nodes}). Start it as its layout says, or plan it again"
         )
     unfit = list(job_file.find_misfits(job, packages.detect().megatron, image.read_own_record()))
-    agree_on_fields(store, rank, size, {"job": job.digest, **job.agreement_fields}, timeout, unfit)
+    agree_on_fields(store, rank, size, {"job": job.agreement_digest, **job.agreement_fields}, timeout, unfit)
     world_folder = world.choose_world_folder(store, rank, job.directory / "logs")
-    outcomes.create_world_folder(world_folder, rendezvous.node_rank, rendezvous.local_rank or 0)
+    outcomes.publish_world_folder(world_folder, rendezvous.node_rank, rendezvous.local_rank or 0)
     _train(job, rendezvous, store, world_folder)
 
 
 def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -> None:
     assert rendezvous.rank is not None and rendezvous.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
-    with pause_collection():
+    with pause_gc_and_freeze():
         runtime = prepare_runtime(job.patches, job.backend, job.recipe)
     device = runtime.select_device(rendezvous.local_rank)
     with Watchdog(seconds, world_folder, rendezvous.rank, rendezvous.local_rank) as dog:
         timeout = timedelta(seconds=compute_collective_timeout(seconds))
         world.initialize(rendezvous, store, runtime.collectives, timeout)
-        with dog.extend_patience("importing megatron"), pause_collection():
+        with dog.extend_patience("importing megatron"), pause_gc_and_freeze():
             # Only now: it must meet the patches.
             if job.recipe.task_traits.samples_answers:
                 from bundle.rl.trainer import run

@@ -3,7 +3,7 @@
 from bundle import backends
 from tests import world
 
-backends.prepare(world.backend())
+backends.set_up_runtime(world.backend())
 
 import bundle.engine  # noqa: E402
 import bundle.models.gpt  # noqa: E402

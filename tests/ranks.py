@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bundle.environment import packages
 from bundle.patches import PatchAction, megatron_core, plan
 from bundle.patches.plan import PatchPlan
-from bundle.verification import decide_patches, plan_all_patches
+from bundle.verification import build_needed_patch_plan, decide_patches
 from bundle.worker import prepare_runtime
 from tests import world
 
@@ -29,7 +29,7 @@ def start_rank(patches: PatchPlan | None = None, recipe: "Recipe | None" = None)
     `patches` are in force from here on; without them, all that the backend has for this megatron-core.
     """
     torch.set_num_threads(1)
-    patches = patches or plan_all_patches(decide_patches(world.backend()))
+    patches = patches or build_needed_patch_plan(decide_patches(world.backend()))
     runtime = prepare_runtime(patches, world.backend(), recipe)
     return runtime, world.join()
 
@@ -60,7 +60,7 @@ def plan_patches(cases: Sequence[Any]) -> PatchPlan:
     here, known = packages.detect(), megatron_core.load_review_table()
     features = frozenset().union(*(case.recipe().features for case in cases))
     found = plan.survey_patches(
-        megatron_core.find_installed_core(here, known),
+        megatron_core.find_installed_or_default_core(here, known),
         known,
         here,
         backend=world.backend(),

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from bundle import __version__
-from bundle.cli import VERBS
+from bundle.cli import VERB_SUMMARIES
 from tests.command import run_bundle
 
 
@@ -33,7 +33,7 @@ def test_unknown_verb_is_a_usage_error_that_names_those_there_are():
     result = run("nonsense")
     assert result.returncode == 2
     assert "no command 'nonsense'" in result.stderr
-    assert all(f"- {verb}: " in result.stderr for verb in VERBS)
+    assert all(f"- {verb}: " in result.stderr for verb in VERB_SUMMARIES)
 
 
 def test_a_verb_s_help_names_the_whole_command():
@@ -62,14 +62,14 @@ def test_a_shell_completes_verbs_and_options(words, offered):
 
 def test_a_verb_is_listed_as_its_own_help_says():
     listed = run("--help").stdout
-    for verb, what in VERBS.items():
+    for verb, what in VERB_SUMMARIES.items():
         assert f"  {verb} " in listed and what.split()[0] in listed
         assert run(verb, "--help").returncode == 0
 
 
 def test_only_the_program_itself_offers_to_install_completion():
     assert "--install-completion" in run("--help").stdout
-    assert not [verb for verb in VERBS if "completion" in run(verb, "--help").stdout]
+    assert not [verb for verb in VERB_SUMMARIES if "completion" in run(verb, "--help").stdout]
 
 
 def test_the_help_of_train_names_the_tasks_that_it_trains():

@@ -24,17 +24,17 @@ from bundle.architectures.config import ConfigKeys
 from bundle.architectures.tensors import Tensors
 from bundle.cli import launch, options
 from bundle.cli.launch import submission
-from bundle.cli.request import LOCAL, JobRequest, Machines, expand_options, plan_job
+from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines, expand_options, plan_job
 from bundle.environment import doctor
 from bundle.environment.doctor import check_packages
 from bundle.environment.hardware import detect
 from bundle.environment.machine import DetectedValue
 from bundle.environment.packages import MegatronCode
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError
+from bundle.errors import ExitCode, TargetUnavailable, UsageError
 from bundle.launch import job as job_file
 from bundle.patches import plan as patch_plan
 from bundle.patches.entry import (
-    NO_ASSUMPTION,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     PatchAction,
@@ -42,14 +42,14 @@ from bundle.patches.entry import (
     build_signature_replacement,
     detect_in_definitions,
 )
-from bundle.patches.megatron_core import ReviewTable, find_named_core, load_review_table
+from bundle.patches.megatron_core import ReviewTable, load_review_table, resolve_core_path_or_version
 from bundle.patches.plan import survey_patches
 from bundle.patches.scaffold import create_patch_files
 from bundle.planning import build_plan
 from bundle.planning.problems import FEATURE_BY_FAMILY, MegatronFeature, find_missing_feature
 from bundle.recipe import Recipe
 from bundle.targets.options import Restarts
-from bundle.targets.states import JobState, ListedJob, Target, find_exit_code, poll_states
+from bundle.targets.states import JobState, ListedJob, Target, find_exit_code, yield_polled_states
 from bundle.verification.check import Gap, Observation, Status, build_check, judge
 from tests.command import capture_bundle
 from tests.environment.machines import recorded
@@ -128,8 +128,8 @@ def test_every_target_of_make_and_every_module_on_the_page_is_there():
 def test_every_verb_and_every_anchor_on_the_page_is_there():
     for words in re.findall(r"`mcore-bundle ([a-z]+)(?: ([a-z]+))?", TEXT):
         verb, command = words
-        commands = typer.main.get_command(cli._import_verb(verb).app)
-        assert verb in cli.VERBS and (not command or command in getattr(commands, "commands", {}))
+        commands = typer.main.get_command(cli._import_verb_module(verb).app)
+        assert verb in cli.VERB_SUMMARIES and (not command or command in getattr(commands, "commands", {}))
     for page, anchor in re.findall(r"\]\(([\w/.]*)#([\w-]+)\)", TEXT):
         text = (ROOT / page).read_text() if page else TEXT
         titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -151,7 +151,7 @@ CONFIG = {**QWEN2_TIED, "model_type": "paper"}
 
 def paper(keys: ConfigKeys) -> Architecture:
     """Return what a config of the made-up family describes: Qwen2 with a factor that is refused."""
-    keys.require_value("paper_scale", 1, reason="no factor is computed")
+    keys.add_violation_unless("paper_scale", 1, reason="no factor is computed")
     return Architecture("paper", **families._read_decoder(keys, qkv_bias=True))
 
 
@@ -224,7 +224,9 @@ SOURCE = "class Paper:\n    def count(self, total):\n        {}\n"
 
 @detect_in_definitions(TARGET)
 def _defect(method):
-    return Presence.from_matches(method.has("return total - 1"), absent=method.has("return total"))
+    return Presence.from_matches(
+        method.has_pattern("return total - 1"), absent=method.has_pattern("return total")
+    )
 
 
 PATCH = Patch(
@@ -235,7 +237,7 @@ PATCH = Patch(
     range="<0.17",
     defect=_defect,
     kind=DefectKind.SILENT,
-    assumes=NO_ASSUMPTION,
+    assumes=NO_CALLER_ASSUMPTION,
 )
 
 
@@ -250,7 +252,7 @@ def build_tree(root: Path, version: str, statement: str) -> Path:
 
 @pytest.fixture
 def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The made-up patch alone, as a module of `_AREAS` would bring it."""
+    """The made-up patch alone, as a module of `_AREA_MODULES` would bring it."""
     for module, names in (
         (patch_plan, ("PATCHES", "TRAPS", "SEAMS")),
         (review, ("PATCHES", "SEAMS", "ENTRIES")),
@@ -261,7 +263,7 @@ def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decide_about(tree: Path, table: ReviewTable, tmp_path: Path) -> PatchAction:
-    core = find_named_core(str(tree), table)
+    core = resolve_core_path_or_version(str(tree), table)
     (decision,) = survey_patches(core, table, stack_of(tmp_path), backend="cpu").decisions
     assert decision.id == PATCH.id
     return decision.action
@@ -342,7 +344,7 @@ class PaperTarget(ModuleType):
         self.stopped: list[str] = []
 
     def submit(self, job: job_file.Job, options: PaperOptions) -> str:
-        arguments = job_file.build_arguments(job, Path("job.json"), restarts=options.restarts)
+        arguments = job_file.build_train_arguments(job, Path("job.json"), restarts=options.restarts)
         name = str(len(self.jobs) + 1)
         self.jobs[name] = [options.tray, *arguments]
         self.answers = [JobState("PENDING", "no tray", None), JobState("RUNNING", "", None)]
@@ -350,7 +352,7 @@ class PaperTarget(ModuleType):
 
     def query_state(self, name: str) -> JobState:
         if name not in self.jobs:
-            raise LaunchUnavailable(f"no job {name}")
+            raise TargetUnavailable(f"no job {name}")
         return self.answers.pop(0) if self.answers else JobState("FAILED", "code 6", 6)
 
     def list_jobs(self) -> Iterator[ListedJob]:
@@ -361,20 +363,20 @@ class PaperTarget(ModuleType):
         return " ".join(self.jobs[name])
 
     def follow(self, name: str) -> Iterator[str]:
-        for state in poll_states(lambda: self.query_state(name), 0):
+        for state in yield_polled_states(lambda: self.query_state(name), 0):
             yield f"{state.name}\n"
 
     def wait(self, name: str) -> int:
-        return find_exit_code(poll_states(lambda: self.query_state(name), 0))
+        return find_exit_code(yield_polled_states(lambda: self.query_state(name), 0))
 
-    def stop(self, name: str) -> None:
+    def request_stop(self, name: str) -> None:
         self.stopped.append(name)
 
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> PaperTarget:
     made = PaperTarget()
-    monkeypatch.setitem(submission.TARGETS, "paper", (made, r"[0-9]+"))
+    monkeypatch.setitem(submission.TARGETS_WITH_JOB_ID_PATTERNS, "paper", (made, r"[0-9]+"))
 
     def print_job(
         recipe: options.Recipe,
@@ -385,9 +387,11 @@ def target(monkeypatch: pytest.MonkeyPatch) -> PaperTarget:
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the words, and stop.")] = False,
         detach: submission.Detach = False,
     ) -> None:
-        decided = submission.decide_job_with_paths(recipe, request, machines, LOCAL, checks_paths=not dry_run)
+        decided = submission.decide_job_with_local_paths(
+            recipe, request, machines, CURRENT_ENVIRONMENT_RECORD, checks_paths=not dry_run
+        )
         if dry_run:
-            print(paper_options.tray, *job_file.build_arguments(decided, Path("job.json")))
+            print(paper_options.tray, *job_file.build_train_arguments(decided, Path("job.json")))
             return
         submission.follow_submitted_job(f"paper:{made.submit(decided, paper_options)}", detach=detach)
 
@@ -429,7 +433,7 @@ def test_a_job_is_handed_over_with_its_options_and_is_asked_about_by_its_handle(
     assert run_launch("stop", "paper:1")[0] == 0 and target.stopped == ["1"]
     assert run_launch("wait", "paper:1")[0] == 6
     code, _, error = run_launch("status", "paper:2")
-    assert isinstance(error, LaunchUnavailable) and error.code == ExitCode.LAUNCH_UNAVAILABLE
+    assert isinstance(error, TargetUnavailable) and error.code == ExitCode.LAUNCH_UNAVAILABLE
     assert isinstance(run_launch("status", "paper:x")[2], UsageError)
 
 
@@ -468,10 +472,10 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     app.command()(expand_options(count))
     module.app = app  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(cli.VERBS, "count", "Count the steps of a recipe.")
-    cli._import_verb.cache_clear()
+    monkeypatch.setitem(cli.VERB_SUMMARIES, "count", "Count the steps of a recipe.")
+    cli._import_verb_module.cache_clear()
     yield "count"
-    cli._import_verb.cache_clear()
+    cli._import_verb_module.cache_clear()
 
 
 def test_a_verb_that_is_not_registered_is_a_usage_error():
@@ -480,7 +484,7 @@ def test_a_verb_that_is_not_registered_is_a_usage_error():
 
 def test_a_verb_is_listed_and_runs_with_the_options_that_verbs_share(verb: str):
     code, listed = capture_bundle("--help")
-    assert code == 0 and f"  {verb} " in listed and cli.VERBS[verb] in listed
+    assert code == 0 and f"  {verb} " in listed and cli.VERB_SUMMARIES[verb] in listed
     words = (verb, "demo", "--backend=cpu", "--mcore=0.16.1", "--set=train.steps=27")
     assert capture_bundle(*words) == (0, "27\n")
     code, printed = capture_bundle(*words, "--json")

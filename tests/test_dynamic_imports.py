@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bundle.acceptance import COLLECTIVES, OPERATORS
-from bundle.cli import VERBS
+from bundle.acceptance import COLLECTIVE_MEASUREMENT_ENTRY_POINT, OPERATORS
+from bundle.cli import VERB_SUMMARIES
 from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES
 from bundle.verification.check import CHECKS
@@ -21,11 +21,16 @@ PLACES = {
     "mcore/unpickling.py",  # not ours: the classes that a checkpoint may name
 }
 NAMES = [
-    *(f"bundle.cli.{verb}:app" for verb in VERBS),
-    *(f"bundle.backends.{backend}:prepare" for backend in BACKENDS),
+    *(f"bundle.cli.{verb}:app" for verb in VERB_SUMMARIES),
+    *(f"bundle.backends.{backend}:set_up_runtime" for backend in BACKENDS),
     *sorted({replacement.wrapper for patch in PATCHES for replacement in patch.replacements}),
     *sorted({check.measurement for check in CHECKS.values()}),
-    *sorted({COLLECTIVES, *(operator.measurement for each in OPERATORS.values() for operator in each)}),
+    *sorted(
+        {
+            COLLECTIVE_MEASUREMENT_ENTRY_POINT,
+            *(operator.measurement for each in OPERATORS.values() for operator in each),
+        }
+    ),
 ]
 
 

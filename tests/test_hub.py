@@ -119,8 +119,8 @@ def pin(text, kind, server, home, **variables):
     """(pinned text, its place, exit code) or (error, "", exit code), in a process of its own."""
     script = (
         "import sys\nfrom bundle import hub\nfrom bundle.errors import BundleError\n"
-        "try:\n    pinned = hub.pin(*sys.argv[1:])\n"
-        "    print(pinned); print(hub.find_local_path(pinned, sys.argv[2]))\n"
+        "try:\n    pinned = hub.download_and_pin(*sys.argv[1:])\n"
+        "    print(pinned); print(hub.resolve_pinned_path(pinned, sys.argv[2]))\n"
         "except BundleError as error:\n    print(error); print(); sys.exit(int(error.code))\n"
     )
     done = subprocess.run(

@@ -6,12 +6,12 @@ import sys
 
 PROGRAM = """
 import atexit, gc, json
-from bundle.imports import pause_collection
+from bundle.imports import pause_gc_and_freeze
 phases = []
 gc.callbacks.append(lambda phase, info: phases.append(phase))
-with pause_collection():
+with pause_gc_and_freeze():
     kept = [[] for _ in range(200_000)]
-    with pause_collection():
+    with pause_gc_and_freeze():
         pass
     inside = len(phases), gc.isenabled()
 gc.callbacks.clear()

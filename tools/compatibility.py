@@ -124,8 +124,10 @@ def recorded(file: Path) -> list[Combination]:
     if rows == [None]:
         raise UsageError(f"{file}: the run failed or proved nothing, so it is not added")
     found = list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)
-    if document.get("emulated") and any(row.hardware for row in found):
-        named = ", ".join(sorted({row.hardware for row in found if row.hardware}))
+    if document.get("emulated") and any(row.device_name_unless_emulated for row in found):
+        named = ", ".join(
+            sorted({row.device_name_unless_emulated for row in found if row.device_name_unless_emulated})
+        )
         raise UsageError(f"{file}: the run used emulated devices, not {named}, so it is not added")
     return found
 
@@ -173,9 +175,11 @@ def markdown(of: CombinationTable) -> str:
         beside = [f"{name} {version}" for name, version in row.packages.items() if name not in core]
         where = f"[{row.source}](../{row.source})" if row.source else row.commit[:7]
         ran = ", ".join(filter(None, (f"`{row.command}`", str(row.date), where)))
-        proven = f"{'' if row.hardware else 'emulated: '}{'; '.join(row.proven)} ({ran})"
+        proven = f"{'' if row.device_name_unless_emulated else 'emulated: '}{'; '.join(row.proven)} ({ran})"
         versions = (row.packages.get(name, "-") for name in core)
-        rows.append((row.backend, *versions, ", ".join(beside) or "-", row.hardware, proven))
+        rows.append(
+            (row.backend, *versions, ", ".join(beside) or "-", row.device_name_unless_emulated, proven)
+        )
     images = (
         (f"`{image.stack}`", ", ".join(f"{name} {version}" for name, version in image.packages.items()),
          ", ".join(image.unproven) or "nothing")

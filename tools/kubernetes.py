@@ -18,7 +18,7 @@ BASE = "kustomization.yaml"
 _FILE = "demo-job"  # the ConfigMap of the job file, which kustomize makes
 _CLAIM = "runs"
 _HARDWARE = {"ascendjob": "a3"}  # the others: H200
-_REGISTRY = f"registry.example/{images.DEFAULT_REGISTRY}"
+_REGISTRY = f"registry.example/{images.LOCAL_BUILD_IMAGE_PREFIX}"
 _ABOUT = """\
 # Made by `python -m tools.kubernetes`: the demo on two nodes, by --form {form}. Its job file is not in here:
 # the ConfigMap {file} holds it, which {base} makes of {name}.
@@ -64,8 +64,8 @@ def _job(hardware: str) -> Job:
     plan = build_plan(
         recipe, backend="auto", hardware_name=hardware, mcore=megatron_core.DEFAULT_RELEASE, nodes=2
     )
-    plan.refuse()
-    return from_plan(plan, recipe.run_directory)
+    plan.raise_gravest_problem()
+    return from_plan(plan, recipe.default_run_directory)
 
 
 if __name__ == "__main__":

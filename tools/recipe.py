@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bundle.recipe import Recipe
-from bundle.recipe.defaults import DEFAULTS, LORA_DEFAULTS
+from bundle.recipe.defaults import DEFAULTS_BY_TRAINING_KIND, LORA_DEFAULTS
 
 ABOUT = """# The recipe
 
@@ -49,7 +49,7 @@ def _defaults() -> Iterator[str]:
     """Yield the table of what is filled in by the kind of training."""
     yield KINDS
     yield "| kind | key | default | source |\n|---|---|---|---|"
-    for kind, chosen in {"LoRA": LORA_DEFAULTS, **DEFAULTS}.items():
+    for kind, chosen in {"LoRA": LORA_DEFAULTS, **DEFAULTS_BY_TRAINING_KIND}.items():
         for default in chosen:
             sizes = [f"from {least / 1e9:g} B parameters `{value:g}`" for least, value in default.by_size]
             value = ", ".join([f"`{json.dumps(default.value)}`", *sizes])

@@ -82,7 +82,7 @@ class Case:
 def plan_of(case: Case, backend: str) -> Plan:
     """The plan of a case on this machine. Raises what says that it cannot run here."""
     made = build_plan(case.recipe(backend), per_node=case.gpus)
-    made.refuse()
+    made.raise_gravest_problem()
     return made
 
 

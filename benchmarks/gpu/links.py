@@ -132,7 +132,7 @@ def hang(kind: str) -> ExitCode:
     where = discover(os.environ)
     rank, local = where.rank, where.local_rank
     assert rank is not None and local is not None
-    orphans.die_with_parent()
+    orphans.die_with_torchrun_agent()
     watchdog.show_stacks_on_request()
 
     def work() -> None:
@@ -140,7 +140,7 @@ def hang(kind: str) -> ExitCode:
         logs = outcomes.get_launch_folder()
         assert logs is not None
         place = world.choose_world_folder(store, rank, logs)
-        outcomes.create_world_folder(place, where.node_rank, local)
+        outcomes.publish_world_folder(place, where.node_rank, local)
         patient = timedelta(seconds=compute_collective_timeout(HANG_SECONDS))
         with Watchdog(HANG_SECONDS, place, rank, local) as dog:
             with dog.extend_patience("connecting"):

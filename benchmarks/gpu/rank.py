@@ -56,7 +56,7 @@ def grouped(recipe: Recipe, runtime: Any) -> Any:
     from bundle.mcore import groups
 
     with runtime.megatron_calls():
-        return groups.initialize(
+        return groups.create_model_parallel_groups(
             recipe.parallel, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds())
         )
 
@@ -91,7 +91,7 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
         tokens=sum(lengths),
         flops=compute_model_size(recipe.architecture).count_training_flops(lengths),
         peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
-        planned_bytes=max(stage.total for stage in plan_of(case, backend).memory),
+        planned_bytes=max(stage.peak_bytes for stage in plan_of(case, backend).memory),
         versions={name: _version(name) for name in PACKAGES} | {"device": _device(device)},
     )
 

@@ -28,7 +28,7 @@ from bundle.rollouts.sglang.building import build_rollout
 from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.weight_sync.manifest import NameTable
 from bundle.weight_sync.states import Step
-from bundle.weight_sync.transports.ipc import build_buckets, load_buckets
+from bundle.weight_sync.transports.ipc import build_module_aligned_buckets, send_buckets_in_background
 
 HERE = Path(__file__).parent
 MEMORY = TrainerMemory(torch.device("cuda", 0), needed=1)
@@ -181,11 +181,13 @@ def find_failures(
     weights = replicas._files.write(6, tensors)
     loads: dict[str, Callable[[Any], None]] = {
         "files": lambda replica: replica.load(weights.directory),
-        "ipc": lambda replica: load_buckets(build_buckets(tensors), replica.load_bucket),
+        "ipc": lambda replica: send_buckets_in_background(
+            build_module_aligned_buckets(tensors), replica.load_bucket
+        ),
     }
     sync = replicas.all[0]
     if sync.failure is None:
-        sync.rest()
+        sync.pause_and_release_memory()
     for way, send in loads.items():
         # The server lives, paused and released: it needs no start.
         sync.failure, sync._reached = None, Step.RELEASE
@@ -230,7 +232,7 @@ def measure_sync(transport: str) -> Callable[[str, Path], Iterator[str]]:
         try:
             for version in range(5):
                 tensors = list(draw_tensors(recipe, version))
-                rollout.rest()
+                rollout.release_cache_until_sync()
                 seconds = measure_seconds(rollout, version, tensors)
                 del tensors
                 torch.cuda.empty_cache()

@@ -99,7 +99,7 @@ def main() -> int:
     with prepared(build_plan(recipe, per_node=1)) as (runtime, device, _):
         state = grouped(recipe, runtime)
         packed = Seeing(recipe, runtime, state, device)
-        runtime.packed_attention = None
+        runtime.noncausal_packed_attention = None
         single = Seeing(recipe, runtime, state, device)
         single.engine.models[0].vision.load_state_dict(packed.engine.models[0].vision.state_dict())
         wrong = False

@@ -13,7 +13,7 @@ from bundle.architectures.architecture import (
     RopeScaling,
     VisionArchitecture,
     find_contradictions,
-    pad_vocab_size,
+    pad_vocab_to_lcm,
 )
 from bundle.architectures.config import ConfigKeys
 from bundle.architectures.families import FAMILIES as TEXT_FAMILIES
@@ -29,7 +29,7 @@ __all__ = [
     "RopeScaling",
     "VisionArchitecture",
     "from_config",
-    "pad_vocab_size",
+    "pad_vocab_to_lcm",
     "read_config",
 ]
 
@@ -63,7 +63,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
         )
     keys = ConfigKeys(config)
     architecture = FAMILIES[model_type](keys)
-    keys.refuse_unknown()
+    keys.add_unknown_key_violations()
     if not keys.has_unreadable:
         keys.violations += find_contradictions(architecture)
     if keys.violations:

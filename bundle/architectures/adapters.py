@@ -20,14 +20,17 @@ from bundle.errors import UsageError, format_value
 
 # Norms, routers, biases, embedding and output layer have none; nor have a tower's learned positions and the
 # convolution that takes patches.
-_LINEAR_PREFIX = "linear_"
-_TOWER_POSITIONS = "pos_embed"
+_LINEAR_MODULE_PREFIX = "linear_"
+_TOWER_POSITION_EMBEDDING_MODULE = "pos_embed"
 ALL_LINEAR = "all-linear"  # as a target, PEFT's word for every one of them
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."  # of every published name in WEIGHTS
 _FIELD_BY_PEFT_KEY = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _DROPOUT_KEY = "lora_dropout"
-VARIANT_FLAGS = ("use_rslora", "use_dora")  # change what adapters compute; false where a file has none
+SUPPORTED_VARIANT_FLAGS = (
+    "use_rslora",
+    "use_dora",
+)  # change what adapters compute; false where a file has none
 # These keys say how an adapter is initialized, trained or loaded, not what it computes.
 _IGNORED_KEYS = {
     "auto_mapping",
@@ -42,10 +45,10 @@ _IGNORED_KEYS = {
 }
 _LARGEST_ALPHA = 2**31
 # Initializations that leave the weights beside the adapter as they were published.
-_INIT_METHODS = (None, True, False, "gaussian", "orthogonal", "eva")
+_SUPPORTED_LORA_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
-class Matrix(NamedTuple):
+class LoraMatrix(NamedTuple):
     """A, B or magnitude of one weight: its name and shape in the whole model, and how ranks cut it."""
 
     name: str
@@ -57,11 +60,11 @@ class Matrix(NamedTuple):
 class Pair(NamedTuple):
     """The adapter of one published weight; `magnitude` is DoRA's."""
 
-    a: Matrix
-    b: Matrix
-    magnitude: Matrix | None = None
+    a: LoraMatrix
+    b: LoraMatrix
+    magnitude: LoraMatrix | None = None
 
-    def list_matrices(self) -> tuple[Matrix, ...]:
+    def list_trained_matrices(self) -> tuple[LoraMatrix, ...]:
         """Return all that is trained of the adapter."""
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
@@ -100,9 +103,9 @@ def build_adapter_pairs(
         column_cut = weight_cut if weight_cut and weight_cut.dim == 1 else None
         weight_pairs.append(
             Pair(
-                Matrix(f"{module}.lora_A.weight", (rank, columns), column_cut, expert),
-                Matrix(f"{module}.lora_B.weight", (rows, rank), row_cut, expert),
-                Matrix(f"{module}.lora_magnitude_vector", (rows,), row_cut, expert) if use_dora else None,
+                LoraMatrix(f"{module}.lora_A.weight", (rank, columns), column_cut, expert),
+                LoraMatrix(f"{module}.lora_B.weight", (rows, rank), row_cut, expert),
+                LoraMatrix(f"{module}.lora_magnitude_vector", (rows,), row_cut, expert) if use_dora else None,
             )
         )
     return tuple(weight_pairs) if any(weight_pairs) else ()
@@ -112,8 +115,8 @@ def is_adaptable(tensor: Tensor) -> bool:
     """Return whether a tensor is a linear layer's weight that is published as one tensor."""
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
     if tensor.name.startswith(TOWER_PREFIX):
-        return kind == "weight" and len(tensor.shape) == 2 and module != _TOWER_POSITIONS
-    is_linear_weight = kind == "weight" and module.startswith(_LINEAR_PREFIX)
+        return kind == "weight" and len(tensor.shape) == 2 and module != _TOWER_POSITION_EMBEDDING_MODULE
+    is_linear_weight = kind == "weight" and module.startswith(_LINEAR_MODULE_PREFIX)
     return is_linear_weight and bool(tensor.published_names) and tensor.stack is None
 
 
@@ -128,7 +131,7 @@ def find_unmatched_targets(table: Iterable[Tensor], targets: Sequence[str]) -> l
     return [target for target in targets if not any(is_target(module, target) for module in modules)]
 
 
-def list_all_linear_targets(table: Iterable[Tensor]) -> list[str]:
+def list_shortest_linear_suffixes(table: Iterable[Tensor]) -> list[str]:
     """Return the shortest endings of the names of all modules that can have an adapter, and of no others.
 
     That is `q_proj`, but `attn.proj` where there is a convolution `patch_embed.proj`, and `mlp.0` where there
@@ -172,21 +175,21 @@ def _find_adaptable_modules(table: Iterable[Tensor]) -> set[str]:
     }
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
+def read_lora_settings(directory: Path) -> dict[str, Any]:
     """Return rank, alpha, targets, dropout and flags. Raise UsageError with all that is not computed here."""
     path = directory / CONFIG_FILE
     settings = files.read_json_object(path, "model.lora.path must be a directory in PEFT's format")
     refused = []
     if settings.get("peft_type") != "LORA":
         refused.append(f"peft_type {format_value(settings.get('peft_type'))}: only LORA is supported")
-    if settings.get("init_lora_weights") not in _INIT_METHODS:
+    if settings.get("init_lora_weights") not in _SUPPORTED_LORA_INITS:
         init_method = format_value(settings["init_lora_weights"])
         refused.append(f"init_lora_weights {init_method}: changes the base weights, which is not supported")
     if settings.get("bias", "none") != "none":
         refused.append(f"bias {format_value(settings['bias'])}: training biases is not supported")
     refused += [f"{key}: missing" for key in _FIELD_BY_PEFT_KEY if settings.get(key) is None]
-    refused += _find_invalid_settings(settings)
-    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT_KEY, *VARIANT_FLAGS}
+    refused += _describe_invalid_settings(settings)
+    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT_KEY, *SUPPORTED_VARIANT_FLAGS}
     known |= {"peft_type", "init_lora_weights", "bias"}
     refused += [
         f"{files.to_printable(key)[:60]} {format_value(value)}: not supported"
@@ -200,11 +203,11 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         "targets": sorted(values["targets"]),
         "alpha": float(values["alpha"]),
         "dropout": float(settings.get(_DROPOUT_KEY) or 0),
-        **{flag: bool(settings.get(flag)) for flag in VARIANT_FLAGS},
+        **{flag: bool(settings.get(flag)) for flag in SUPPORTED_VARIANT_FLAGS},
     }
 
 
-def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+def _describe_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings in PEFT's files that have an invalid value."""
     rank, alpha, targets = (settings.get(key) for key in _FIELD_BY_PEFT_KEY)
     if rank is not None and not (type(rank) is int and rank > 0):
@@ -214,7 +217,7 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     dropout = settings.get(_DROPOUT_KEY)
     if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
         yield f"{_DROPOUT_KEY} {format_value(dropout)}: must be a number from 0 and below 1"
-    for flag in VARIANT_FLAGS:
+    for flag in SUPPORTED_VARIANT_FLAGS:
         if not isinstance(settings.get(flag), bool | None):
             yield f"{flag} {format_value(settings[flag])}: must be true or false"
     if isinstance(targets, str):
@@ -230,7 +233,7 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
 def build_adapter_config(values: Mapping[str, Any], base: str | None) -> Mapping[str, Any]:
     """Return the content of an adapter_config.json for adapters of the model in the directory `base`.
 
-    `values` has at least what `read_adapter_config` returns.
+    `values` has at least what `read_lora_settings` returns.
     """
     return {
         "peft_type": "LORA",
@@ -240,7 +243,7 @@ def build_adapter_config(values: Mapping[str, Any], base: str | None) -> Mapping
         "lora_alpha": values["alpha"],
         "target_modules": list(values["targets"]),
         _DROPOUT_KEY: values["dropout"],
-        **{flag: values[flag] for flag in VARIANT_FLAGS},
+        **{flag: values[flag] for flag in SUPPORTED_VARIANT_FLAGS},
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

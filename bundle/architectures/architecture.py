@@ -110,7 +110,7 @@ class VisionArchitecture:
     tokens_per_second: int = 0  # by which a video's positions in time count on
 
     @property
-    def has_separate_frames(self) -> bool:
+    def has_frame_timestamps(self) -> bool:
         """True if the frames of a video stand one by one, each behind its time in words."""
         return self.family == "qwen3_vl"
 
@@ -175,12 +175,12 @@ class Architecture:
         return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
     @property
-    def layer_pattern(self) -> tuple[int, ...]:
+    def moe_layer_pattern(self) -> tuple[int, ...]:
         """The kind of each decoder layer: 1 experts, 0 dense. MTP layers are of the last layer's kind."""
         return self.moe.layer_pattern if self.moe else (0,) * self.num_layers
 
 
-def pad_vocab_size(vocab_size: int, tp: int) -> int:
+def pad_vocab_to_lcm(vocab_size: int, tp: int) -> int:
     """Return the rows of the embedding: the next multiple of 128.
 
     Where tp does not divide 128, it is the next multiple of lcm(128, tp).

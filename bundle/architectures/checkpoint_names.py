@@ -20,13 +20,15 @@ _NORM_BY_PROJECTION = {
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
 }
-_NORM_WEIGHT = "layer_norm_weight"
-_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_FUSED_NORM_WEIGHT_NAME = "layer_norm_weight"
+_LOCAL_EXPERT_PARAMETER_PATTERN = re.compile(
+    r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$"
+)
 # `experts.linear_fc1.weight3` of a GroupedLinear: the weight of the rank's fourth expert.
-_GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_GROUPED_EXPERT_PARAMETER_PATTERN = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
-def rename_folded_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def rename_norms_to_fused(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a decoder layer whose names begin with `prefix`, in the order of registration.
 
     A norm that Transformer Engine folds has the name of its projection's `layer_norm_weight`.
@@ -42,11 +44,11 @@ def rename_folded_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[
             continue
         if tensor.name in folds:
             projection = tensor.name.removesuffix("weight")
-            yield f"{projection}{_NORM_WEIGHT}", tensors[folds[tensor.name]]
+            yield f"{projection}{_FUSED_NORM_WEIGHT_NAME}", tensors[folds[tensor.name]]
         yield tensor.name, tensor
 
 
-def rename_grouped_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def rename_experts_to_grouped(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) with the experts of one rank as one module.
 
     All first matrices of the experts come before the second ones.
@@ -61,11 +63,11 @@ def rename_grouped_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tupl
                 local = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in projection_tensors))
                 for name, tensor in projection_tensors:
                     number = local.index(name.rpartition(".")[0])
-                    yield _LOCAL_EXPERT.sub(rf"experts.\2.\g<3>{number}", name), tensor
+                    yield _LOCAL_EXPERT_PARAMETER_PATTERN.sub(rf"experts.\2.\g<3>{number}", name), tensor
             experts = []
 
 
-def find_norm_name(name: str) -> str | None:
+def to_unfused_name(name: str) -> str | None:
     """Return the name of a folded norm in megatron-core's spec; `name` itself where no norm is folded.
 
     None: a norm has been folded into a projection that no known release folds.
@@ -79,19 +81,19 @@ def find_norm_name(name: str) -> str | None:
     return None
 
 
-def find_expert_name(name: str, first_expert: int) -> str:
+def to_sequential_expert_name(name: str, first_expert: int) -> str:
     """Return the name that an expert's tensor has as a module of its own.
 
     `first_expert` is the number of the rank's first expert.
     """
-    match = _GROUPED_EXPERT.search(name)
+    match = _GROUPED_EXPERT_PARAMETER_PATTERN.search(name)
     if match is None:
         return name
     projection, kind, local = match.groups()
     return f"{name[: match.start()]}experts.local_experts.{first_expert + int(local)}.{projection}.{kind}"
 
 
-_LAYER_PATTERN = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
+_LAYER_PARAMETER_PATTERN = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT_PATTERN = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 
 
@@ -103,29 +105,29 @@ class CheckpointLocation(NamedTuple):
     entries: tuple[int, ...] = ()
 
 
-def find_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
+def list_candidate_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
     """Return every place where a tensor may be; a checkpoint has it at one of them at least."""
     stacked, separate = (
-        _iterate_locations(tensor, architecture, is_stacked=stacked) for stacked in (True, False)
+        _iterate_torch_dist_locations(tensor, architecture, is_stacked=stacked) for stacked in (True, False)
     )
     return tuple(dict.fromkeys((*stacked, *separate)))
 
 
-def find_written_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
+def find_save_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
     """Return where to write a tensor, so that models of either layer spec find it.
 
     Layers of a dense model are stacked, as every release expects. Layers of a model with experts are not:
-    what is expected depends on the form of `moe_layer_freq` (`describe_checkpoint_content`).
+    what is expected depends on the form of `moe_layer_freq` (`build_key_layout_metadata`).
     """
-    return tuple(_iterate_locations(tensor, architecture, is_stacked=architecture.moe is None))
+    return tuple(_iterate_torch_dist_locations(tensor, architecture, is_stacked=architecture.moe is None))
 
 
-def describe_checkpoint_content(architecture: Architecture) -> dict[str, bool]:
-    """Return what megatron-core must know about `find_written_locations` before it asks for keys."""
+def build_key_layout_metadata(architecture: Architecture) -> dict[str, bool]:
+    """Return what megatron-core must know about `find_save_locations` before it asks for keys."""
     return {"non_homogeneous_layers": architecture.moe is not None, "singleton_local_shards": False}
 
 
-def find_extra_states(locations: Iterable[CheckpointLocation]) -> Iterator[CheckpointLocation]:
+def derive_extra_state_locations(locations: Iterable[CheckpointLocation]) -> Iterator[CheckpointLocation]:
     """Yield the places of the extra states of modules, which models ask for.
 
     An extra state is Transformer Engine's FP8 state, and empty without FP8.
@@ -153,10 +155,10 @@ def count_stacked_dims(key: str) -> int:
     return bool(re.search(r"decoder\.layers\.(?!\d)", key)) + (".experts.experts." in key)
 
 
-def _iterate_locations(
+def _iterate_torch_dist_locations(
     tensor: Tensor, architecture: Architecture, *, is_stacked: bool
 ) -> Iterator[CheckpointLocation]:
-    match = _LAYER_PATTERN.fullmatch(tensor.name)
+    match = _LAYER_PARAMETER_PATTERN.fullmatch(tensor.name)
     if match is None:
         yield CheckpointLocation(tensor.name)
         return
@@ -164,7 +166,7 @@ def _iterate_locations(
     entry: tuple[int, ...] = ()
     entries: tuple[int, ...] = ()
     is_decoder = layers.startswith("decoder")
-    has_experts = bool(architecture.layer_pattern[int(number) if is_decoder else -1])
+    has_experts = bool(architecture.moe_layer_pattern[int(number) if is_decoder else -1])
     if expert := _EXPERT_PATTERN.fullmatch(rest):
         assert architecture.moe is not None
         entry, entries = (int(expert[1]),), (architecture.moe.num_experts,)
@@ -181,11 +183,11 @@ def _iterate_locations(
 def _list_names(name: str, *, is_latent: bool, has_experts: bool) -> tuple[str, ...]:
     """Return the names of a layer's tensor in both specs, megatron-core's own first."""
     if name == "input_layernorm.weight" and not is_latent:
-        return (f"self_attention.linear_qkv.{_NORM_WEIGHT}",)
+        return (f"self_attention.linear_qkv.{_FUSED_NORM_WEIGHT_NAME}",)
     if name == "pre_mlp_layernorm.weight":
-        folded = f"mlp.linear_fc1.{_NORM_WEIGHT}"
+        folded = f"mlp.linear_fc1.{_FUSED_NORM_WEIGHT_NAME}"
         own_name = name if is_latent else folded
         return tuple(dict.fromkeys((own_name, name if has_experts else folded)))
     if is_latent and (norm := re.fullmatch(r"self_attention\.(q|kv)_layernorm\.weight", name)):
-        return name, f"self_attention.linear_{norm[1]}_up_proj.{_NORM_WEIGHT}"
+        return name, f"self_attention.linear_{norm[1]}_up_proj.{_FUSED_NORM_WEIGHT_NAME}"
     return (name,)

@@ -50,8 +50,10 @@ _GENERATION_KEYS = {
 }  # fmt: skip
 # Keys of transformers' base class that ask for what a recipe says elsewhere, or for a head that none is
 # trained with: they are ignored, and a plan says so.
-IGNORED_KEYS = frozenset({"gradient_checkpointing", "num_labels", "id2label", "label2id", "problem_type"})
-IRRELEVANT_KEYS = frozenset(_NOTE_KEYS | _GENERATION_KEYS | IGNORED_KEYS)
+IGNORED_KEYS_TO_REPORT = frozenset(
+    {"gradient_checkpointing", "num_labels", "id2label", "label2id", "problem_type"}
+)
+IRRELEVANT_KEYS = frozenset(_NOTE_KEYS | _GENERATION_KEYS | IGNORED_KEYS_TO_REPORT)
 # Keys of the same class that change the model unless they are empty, and what they would do.
 _MUST_BE_EMPTY = {
     "pruned_heads": "leaving out attention heads is not supported",
@@ -84,7 +86,7 @@ class ConfigKeys:
         if violation not in self.violations:  # several readers may want one number
             self.violations.append(violation)
 
-    def _read(
+    def _read_or_record_violation(
         self, name: str, default: Any, fits: Callable[[Any], bool], requirement: str, fallback: Any
     ) -> Any:
         """Return the value under `name`.
@@ -106,7 +108,9 @@ class ConfigKeys:
         def fits(value: Any) -> bool:
             return type(value) is int and least <= value <= most
 
-        return int(self._read(name, default, fits, f"an integer from {least} to {most}", least))
+        return int(
+            self._read_or_record_violation(name, default, fits, f"an integer from {least} to {most}", least)
+        )
 
     def read_optional_integer(self, name: str, default: Any = None) -> int | None:
         """Return the integer under `name`, or None for null; REQUIRED as default: the key must be there."""
@@ -121,15 +125,26 @@ class ConfigKeys:
         def fits(value: Any) -> bool:
             return type(value) in (int, float) and least <= value <= most
 
-        return float(self._read(name, default, fits, f"a number from {least:g} to {most:g}", most))
+        return float(
+            self._read_or_record_violation(name, default, fits, f"a number from {least:g} to {most:g}", most)
+        )
 
     def read_flag(self, name: str, default: Any = REQUIRED) -> bool:
         """Return the truth value under `name`."""
-        return bool(self._read(name, default, lambda v: isinstance(v, bool), "true or false", False))
+        return bool(
+            self._read_or_record_violation(
+                name, default, lambda v: isinstance(v, bool), "true or false", False
+            )
+        )
 
     def read_mapping(self, name: str) -> Mapping[str, Any]:
         """Return the mapping under `name`; empty for a missing key or null."""
-        return self._read(name, None, lambda v: v is None or isinstance(v, Mapping), "a mapping", None) or {}
+        return (
+            self._read_or_record_violation(
+                name, None, lambda v: v is None or isinstance(v, Mapping), "a mapping", None
+            )
+            or {}
+        )
 
     def read_integers(self, name: str) -> tuple[int, ...]:
         """Return the list of non-negative integers under `name`; empty for a missing key or null."""
@@ -139,15 +154,18 @@ class ConfigKeys:
                 type(v) is int and 0 <= v <= LARGEST_INTEGER for v in value
             )
 
-        return tuple(self._read(name, None, lambda v: not v or fits(v), "a list of integers", None) or ())
+        return tuple(
+            self._read_or_record_violation(name, None, lambda v: not v or fits(v), "a list of integers", None)
+            or ()
+        )
 
-    def require_value(self, name: str, *allowed: Any, reason: str) -> None:
+    def add_violation_unless(self, name: str, *allowed: Any, reason: str) -> None:
         """Record a violation unless the key is missing or its value is one of `allowed`."""
         value = self.read_value(name, allowed[0])
         if not any(type(value) is type(a) and value == a for a in allowed):
-            self.refuse(name, value, reason)
+            self.add_violation(name, value, reason)
 
-    def refuse(self, name: str, value: Any, reason: str) -> None:
+    def add_violation(self, name: str, value: Any, reason: str) -> None:
         """Record that `name` asks for something that is not computed."""
         self.violations.append(f"{name} {format_value(value)}: {reason}")
 
@@ -159,20 +177,20 @@ class ConfigKeys:
         """Ignore the other keys: the kind that they belong to is already a violation."""
         self._read_names.update(map(str, self._config))
 
-    def refuse_unknown(self) -> None:
+    def add_unknown_key_violations(self) -> None:
         """Record a violation for every key that was not read and asks for something."""
         known = self._read_names | IRRELEVANT_KEYS
         for name, value in self._config.items():
             if name in _MUST_BE_EMPTY and name not in self._read_names:
                 if value:
-                    self.refuse(name, value, f"{_MUST_BE_EMPTY[name]}; leave the key out")
+                    self.add_violation(name, value, f"{_MUST_BE_EMPTY[name]}; leave the key out")
             elif name not in known and value is not None:
                 suggestion = format_suggestion(find_nearest(str(name), self._read_names))
                 self.violations.append(f"{name}: unknown key{suggestion}")
 
-    def absorb(self, nested: "ConfigKeys", prefix: str) -> None:
+    def add_nested_violations(self, nested: "ConfigKeys", prefix: str) -> None:
         """Add the violations of a nested mapping's keys, unknown keys included."""
-        nested.refuse_unknown()
+        nested.add_unknown_key_violations()
         self.has_unreadable |= nested.has_unreadable
         self.violations += [f"{prefix}.{v}" for v in nested.violations]
 
@@ -210,7 +228,7 @@ def read_rope(
     has_parameters = keys.has_value("rope_parameters")
     name = "rope_parameters" if has_parameters else "rope_scaling"
     if has_parameters and keys.has_value("rope_scaling"):
-        keys.refuse("rope_scaling", "...", "set next to rope_parameters; keep one of the two")
+        keys.add_violation("rope_scaling", "...", "set next to rope_parameters; keep one of the two")
     nested = ConfigKeys(keys.read_mapping(name))
     if default_base is None and not nested.has_value("rope_theta"):
         keys.read_value("rope_theta", REQUIRED)
@@ -220,12 +238,14 @@ def read_rope(
     )
     if default_fraction is None and fraction != 1.0:
         reason = "this family's class in transformers rotates whole heads; leave the key out"
-        keys.refuse("partial_rotary_factor", fraction, reason)
+        keys.add_violation("partial_rotary_factor", fraction, reason)
     sections = _read_sections(nested) if multimodal else ()
     if multimodal:
-        nested.require_value("mrope_interleaved", interleaved, reason="the family's class has another order")
+        nested.add_violation_unless(
+            "mrope_interleaved", interleaved, reason="the family's class has another order"
+        )
     scaling = _read_scaling(keys, nested, base, *(("mrope",) if multimodal else ()))
-    keys.absorb(nested, name)
+    keys.add_nested_violations(nested, name)
     return Rope(base, fraction, scaling, sections, interleaved)
 
 
@@ -233,7 +253,7 @@ def _read_sections(nested: ConfigKeys) -> tuple[int, ...]:
     """Return how many pairs turn by time, by height and by width."""
     sections = nested.read_integers("mrope_section")
     if len(sections) != 3:
-        nested.refuse("mrope_section", list(sections), "must be three: time, height, width")
+        nested.add_violation("mrope_section", list(sections), "must be three: time, height, width")
     return sections
 
 
@@ -249,7 +269,7 @@ def _read_either(
         nested.read_value(name),
     )  # as they stand in the file, whatever is wrong
     if keys.has_value(name) and outer_raw != nested_raw:
-        keys.refuse(
+        keys.add_violation(
             name, outer_raw, f"the rotary parameters have {format_value(nested_raw)}; keep one of the two"
         )
     return nested.read_number(name, default, least, most)
@@ -260,11 +280,11 @@ def _read_scaling(
 ) -> RopeScaling | None:
     """Return the stretching; None for kinds in `default_kinds`."""
     kind = nested.read_value("rope_type") or nested.read_value("type") or "default"
-    nested.require_value("type", None, kind, *default_kinds, reason=f"differs from rope_type {kind}")
+    nested.add_violation_unless("type", None, kind, *default_kinds, reason=f"differs from rope_type {kind}")
     if kind in ("default", *default_kinds):
         return None
     if kind not in ROPE_KINDS:
-        nested.refuse("rope_type", kind, f"not supported; supported: {', '.join(ROPE_KINDS)}")
+        nested.add_violation("rope_type", kind, f"not supported; supported: {', '.join(ROPE_KINDS)}")
         nested.ignore_rest()
         return None
     factor = nested.read_number("factor", least=1.0)
@@ -278,14 +298,14 @@ def _read_scaling(
     if kind == "llama3":
         return _read_llama3(nested, factor, original)
     if base == 1.0:
-        keys.refuse("rope_theta", base, "yarn divides by its logarithm")
+        keys.add_violation("rope_theta", base, "yarn divides by its logarithm")
     return _read_yarn(nested, factor, original)
 
 
 def _read_llama3(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
     low, high = nested.read_number("low_freq_factor"), nested.read_number("high_freq_factor")
     if not nested.has_unreadable and not 0 < low < high:
-        nested.refuse(
+        nested.add_violation(
             "high_freq_factor", high, f"must be above low_freq_factor, {low:g}, which must be above 0"
         )
     return RopeScaling("llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
@@ -293,12 +313,12 @@ def _read_llama3(nested: ConfigKeys, factor: float, original: int) -> RopeScalin
 
 def _read_yarn(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
     mscale, all_dim, attention_factor = (
-        _read_optional(nested, n) for n in ("mscale", "mscale_all_dim", "attention_factor")
+        _read_number_or_zero(nested, n) for n in ("mscale", "mscale_all_dim", "attention_factor")
     )
     if nested.has_value("attention_factor"):
         concentration = attention_factor
         if not concentration:
-            nested.refuse("attention_factor", attention_factor, "leaves no values to rotate")
+            nested.add_violation("attention_factor", attention_factor, "leaves no values to rotate")
     elif mscale and all_dim:
         concentration = _compute_mscale(factor, mscale) / _compute_mscale(factor, all_dim)
     else:
@@ -307,15 +327,15 @@ def _read_yarn(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
         "yarn",
         factor,
         original,
-        beta_fast=_read_optional(nested, "beta_fast") or 32.0,
-        beta_slow=_read_optional(nested, "beta_slow") or 1.0,
+        beta_fast=_read_number_or_zero(nested, "beta_fast") or 32.0,
+        beta_slow=_read_number_or_zero(nested, "beta_slow") or 1.0,
         truncate=nested.read_flag("truncate", True),
         concentration=concentration,
         softmax_mscale=all_dim,
     )
 
 
-def _read_optional(nested: ConfigKeys, name: str) -> float:
+def _read_number_or_zero(nested: ConfigKeys, name: str) -> float:
     """Return the number under `name`; 0 for a missing key or null, which transformers treats alike."""
     return nested.read_number(name) if nested.has_value(name) else 0.0
 

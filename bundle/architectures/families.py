@@ -33,15 +33,15 @@ def _read_decoder(
     if kv_channels is None:
         kv_channels, remainder = divmod(hidden, heads)
         if remainder:
-            keys.refuse(
+            keys.add_violation(
                 "head_dim", None, f"hidden_size {hidden} is not a multiple of {heads} heads; set head_dim"
             )
-    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is supported")
-    keys.require_value("mlp_bias", False, reason="biases in feed-forward layers are not supported")
-    keys.require_value("use_mrope", False, reason="positions in several dimensions are not supported")
+    keys.add_violation_unless("hidden_act", "silu", reason="only gated SiLU (silu) is supported")
+    keys.add_violation_unless("mlp_bias", False, reason="biases in feed-forward layers are not supported")
+    keys.add_violation_unless("use_mrope", False, reason="positions in several dimensions are not supported")
     kinds = keys.read_value("layer_types") or [FULL]
     if not has_mixed_layers and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
-        keys.refuse("layer_types", kinds, f"only {FULL} is supported")
+        keys.add_violation("layer_types", kinds, f"only {FULL} is supported")
     groups = keys.read_optional_integer("num_key_value_heads", num_key_value_heads) or heads
     common = {
         "num_layers": keys.read_integer("num_hidden_layers", most=MOST_LAYERS),
@@ -72,21 +72,21 @@ def _build_rotary_fields(rope: Rope) -> dict[str, Any]:
     }
 
 
-def _refuse_window(keys: ConfigKeys, is_active: bool = True) -> None:
+def _refuse_short_window(keys: ConfigKeys, is_active: bool = True) -> None:
     """Refuse an active window shorter than the longest sequence: every token must see all before it."""
     window = keys.read_optional_integer("sliding_window")
     if is_active and window and window < keys.read_integer("max_position_embeddings"):
         reason = "windowed attention is not supported; null is equal for sequences up to the window"
-        keys.refuse("sliding_window", window, reason)
+        keys.add_violation("sliding_window", window, reason)
 
 
-def _refuse_used_window(keys: ConfigKeys) -> None:
-    _refuse_window(keys, is_active=keys.read_flag("use_sliding_window", False))
+def _add_used_window_violation(keys: ConfigKeys) -> None:
+    _refuse_short_window(keys, is_active=keys.read_flag("use_sliding_window", False))
 
 
 def _refuse_output_bias(keys: ConfigKeys) -> None:
     reason = "not supported: this family also adds a bias to o_proj, which megatron-core cannot do separately"
-    keys.require_value("attention_bias", False, reason=reason)
+    keys.add_violation_unless("attention_bias", False, reason=reason)
 
 
 def llama(keys: ConfigKeys) -> Architecture:
@@ -97,14 +97,16 @@ def llama(keys: ConfigKeys) -> Architecture:
 
 def mistral(keys: ConfigKeys) -> Architecture:
     """Return the architecture of Mistral without its window."""
-    _refuse_window(keys)
+    _refuse_short_window(keys)
     return Architecture("mistral", **_read_decoder(keys))
 
 
 def mixtral(keys: ConfigKeys) -> Architecture:
     """Return the architecture of Mixtral: every layer has experts of the feed-forward's width."""
-    _refuse_window(keys)
-    keys.require_value("router_jitter_noise", 0.0, 0, reason="noise on the router's input is not supported")
+    _refuse_short_window(keys)
+    keys.add_violation_unless(
+        "router_jitter_noise", 0.0, 0, reason="noise on the router's input is not supported"
+    )
     rotary = _build_rotary_fields(read_rope(keys, default_base=1e6))
     base = _read_decoder(keys, norm_epsilon=keys.read_number("rms_norm_eps", 1e-5, most=1.0), **rotary)
     moe = MoE(
@@ -113,14 +115,14 @@ def mixtral(keys: ConfigKeys) -> Architecture:
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        **_read_aux_loss(keys),
+        **_read_aux_loss_and_switch(keys),
     )
     return Architecture("mixtral", **base, moe=moe)
 
 
 def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
     """Return the architecture of Qwen2 and 2.5: biases on queries, keys and values."""
-    _refuse_used_window(keys)
+    _add_used_window_violation(keys)
     return Architecture(
         "qwen2", **_read_decoder(keys, qkv_bias=True, **_build_rotary_fields(rope or read_rope(keys)))
     )
@@ -128,14 +130,14 @@ def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
 
 def mimo(keys: ConfigKeys) -> Architecture:
     """Return the architecture of MiMo: Qwen2 with multi-token prediction."""
-    _refuse_used_window(keys)
-    keys.require_value("attention_bias", True, reason="MiMo's queries, keys and values have a bias")
+    _add_used_window_violation(keys)
+    keys.add_violation_unless("attention_bias", True, reason="MiMo's queries, keys and values have a bias")
     return Architecture("mimo", **_read_decoder(keys, qkv_bias=True, mtp_layers=_read_mtp_layers(keys)))
 
 
 def qwen3(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
     """Return the architecture of Qwen3: norms on queries and keys."""
-    _refuse_used_window(keys)
+    _add_used_window_violation(keys)
     _refuse_output_bias(keys)
     rotary = _build_rotary_fields(rope or read_rope(keys))
     return Architecture("qwen3", **_read_decoder(keys, head_dim=REQUIRED, qk_layernorm=True, **rotary))
@@ -146,7 +148,7 @@ def qwen3_moe(keys: ConfigKeys, rope: Rope | None = None, *, norm_topk_prob: Any
 
     Layers have experts unless decoder_sparse_step or mlp_only_layers leaves them out.
     """
-    _refuse_used_window(keys)
+    _add_used_window_violation(keys)
     _refuse_output_bias(keys)
     base = _read_decoder(keys, qk_layernorm=True, **_build_rotary_fields(rope or read_rope(keys)))
     # transformers 5 writes num_local_experts for what the published configs call num_experts.
@@ -175,7 +177,7 @@ def _read_moe(keys: ConfigKeys, pattern: tuple[int, ...], number: str = "num_exp
         topk=keys.read_integer("num_experts_per_tok"),
         ffn_hidden_size=keys.read_integer("moe_intermediate_size"),
         layer_pattern=pattern,
-        **{"shared_ffn_hidden_size": 0, **_read_aux_loss(keys), **routing},
+        **{"shared_ffn_hidden_size": 0, **_read_aux_loss_and_switch(keys), **routing},
     )
 
 
@@ -185,7 +187,7 @@ def qwen3_next(keys: ConfigKeys) -> Architecture:
     Three of four layers have gated delta nets, the others gated attention. There are routed experts and a
     shared one.
     """
-    _refuse_used_window(keys)
+    _add_used_window_violation(keys)
     base = _read_hybrid_decoder(keys)
     moe = _read_sparse_moe(
         keys,
@@ -199,33 +201,37 @@ def qwen3_next(keys: ConfigKeys) -> Architecture:
 
 def qwen3_5_text(keys: ConfigKeys) -> Architecture:
     """Return the decoder of Qwen3.5: that of Qwen3-Next without experts."""
-    _check_published_values(keys)
-    return Architecture("qwen3_5_text", **_read_hybrid_decoder(keys, rope=_read_text_rope(keys)))
+    _check_qwen3_5_fixed_values(keys)
+    return Architecture("qwen3_5_text", **_read_hybrid_decoder(keys, rope=_read_rope_dropping_sections(keys)))
 
 
 def qwen3_5_moe_text(keys: ConfigKeys) -> Architecture:
     """Return the decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token sum to one."""
-    _check_published_values(keys)
+    _check_qwen3_5_fixed_values(keys)
     shared = keys.read_integer("shared_expert_intermediate_size")
-    base = _read_hybrid_decoder(keys, rope=_read_text_rope(keys), ffn_hidden_size=shared)  # no layer is dense
+    base = _read_hybrid_decoder(
+        keys, rope=_read_rope_dropping_sections(keys), ffn_hidden_size=shared
+    )  # no layer is dense
     pattern = (1,) * base["num_layers"]
     moe = _read_moe(keys, pattern, shared_ffn_hidden_size=shared, shared_gate=True)
     return Architecture("qwen3_5_moe_text", **base, moe=moe)
 
 
-def _check_published_values(keys: ConfigKeys) -> None:
+def _check_qwen3_5_fixed_values(keys: ConfigKeys) -> None:
     """Refuse other values of keys in Qwen3.5's configs that transformers' class does not read.
 
     Keys that matter only for serving are ignored.
     """
-    keys.require_value("attn_output_gate", True, reason="this family's attention has a gate")
-    keys.require_value("output_gate_type", "swish", reason="the nets' gate is a swish")
-    keys.require_value("mlp_only_layers", [], reason="all feed-forward layers of this family are alike")
+    keys.add_violation_unless("attn_output_gate", True, reason="this family's attention has a gate")
+    keys.add_violation_unless("output_gate_type", "swish", reason="the nets' gate is a swish")
+    keys.add_violation_unless(
+        "mlp_only_layers", [], reason="all feed-forward layers of this family are alike"
+    )
     for serving_key in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         keys.read_value(serving_key)
 
 
-def _read_text_rope(keys: ConfigKeys) -> Rope:
+def _read_rope_dropping_sections(keys: ConfigKeys) -> Rope:
     """Return positions in time, height and width, which are one number where there are no images."""
     rope_mapping = keys.read_mapping("rope_parameters") or keys.read_mapping("rope_scaling")
     rope = read_rope(
@@ -254,20 +260,22 @@ def _read_hybrid_decoder(keys: ConfigKeys, rope: Rope | None = None, **overrides
         key_head_dim=keys.read_integer("linear_key_head_dim", 128),
         value_head_dim=keys.read_integer("linear_value_head_dim", 128),
         convolution=keys.read_integer("linear_conv_kernel_dim", 4),
-        layers=_read_delta_net_layers(keys, base["num_layers"]),
+        layers=_read_delta_net_flags(keys, base["num_layers"]),
     )
     return base | {"delta_net": net if any(net.layers) else None}
 
 
-def _read_delta_net_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
+def _read_delta_net_flags(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
     """Return 1 for each layer with a gated delta net; by default for all but every fourth."""
     interval, kinds = keys.read_integer("full_attention_interval", 4), keys.read_value("layer_types")
     if kinds is None:
         return tuple(int((number + 1) % interval != 0) for number in range(layers))
     if not isinstance(kinds, list) or any(kind not in (FULL, LINEAR) for kind in kinds):
-        keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {LINEAR}")
+        keys.add_violation("layer_types", kinds, f"must be a list of {FULL} and {LINEAR}")
     elif len(kinds) != layers:
-        keys.refuse("layer_types", kinds, f"length {len(kinds)} differs from num_hidden_layers {layers}")
+        keys.add_violation(
+            "layer_types", kinds, f"length {len(kinds)} differs from num_hidden_layers {layers}"
+        )
     else:
         return tuple(int(kind == LINEAR) for kind in kinds)
     return (0,) * layers
@@ -278,11 +286,11 @@ def deepseek_v2(keys: ConfigKeys) -> Architecture:
 
     The 236B model chooses experts from the best groups only.
     """
-    keys.require_value("scoring_func", "softmax", reason="DeepSeek-V2 uses softmax scores")
-    keys.require_value(
+    keys.add_violation_unless("scoring_func", "softmax", reason="DeepSeek-V2 uses softmax scores")
+    keys.add_violation_unless(
         "norm_topk_prob", False, reason="megatron-core does not renormalise after a softmax over all experts"
     )
-    keys.require_value(
+    keys.add_violation_unless(
         "topk_method", "greedy", "group_limited_greedy", reason="DeepSeek-V2 has no other method"
     )
     if keys.read_value("topk_method") == "group_limited_greedy":
@@ -329,7 +337,7 @@ def glm4_moe(keys: ConfigKeys) -> Architecture:
     return Architecture(
         "glm4_moe",
         **base,
-        moe=_read_shared_expert_moe(keys, base["num_layers"], **_read_sigmoid_routing(keys)),
+        moe=_read_deepseek_moe(keys, base["num_layers"], **_read_sigmoid_routing(keys)),
     )
 
 
@@ -338,12 +346,12 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
 
     It has sinks, windows in every other layer, biases everywhere, and experts with a clamped gate.
     """
-    keys.require_value(
+    keys.add_violation_unless(
         "attention_bias", True, reason="must be true: gpt-oss has biases on queries, keys, values and outputs"
     )
-    keys.require_value("swiglu_alpha", 1.702, reason="megatron-core's gate has 1.702 only")
+    keys.add_violation_unless("swiglu_alpha", 1.702, reason="megatron-core's gate has 1.702 only")
     if not (keys.has_value("rope_parameters") or keys.has_value("rope_scaling")):
-        keys.refuse("rope_scaling", None, "without it, transformers uses gpt-oss-20b's")
+        keys.add_violation("rope_scaling", None, "without it, transformers uses gpt-oss-20b's")
     rotary = _build_rotary_fields(read_rope(keys, default_base=150000.0))
     base = _read_decoder(
         keys,
@@ -358,9 +366,11 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
     )
     topk, scaling = keys.read_integer("num_experts_per_tok"), base["rope_scaling"]
     # What its makers' own code calls two of these.
-    keys.require_value("experts_per_token", None, topk, reason=f"differs from num_experts_per_tok {topk}")
+    keys.add_violation_unless(
+        "experts_per_token", None, topk, reason=f"differs from num_experts_per_tok {topk}"
+    )
     original = scaling.original_max_position_embeddings if scaling else None
-    keys.require_value(
+    keys.add_violation_unless(
         "initial_context_length", None, original, reason=f"differs from the rotary parameters, {original}"
     )
     moe = MoE(
@@ -369,7 +379,7 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        **_read_aux_loss(keys),
+        **_read_aux_loss_and_switch(keys),
     )
     return Architecture("gpt_oss", **base, **_read_windows(keys, base["num_layers"]), moe=moe)
 
@@ -380,10 +390,12 @@ def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     if kinds is None:
         kinds = [FULL if number % 2 else SLIDING for number in range(layers)]
     if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
-        keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {SLIDING}")
+        keys.add_violation("layer_types", kinds, f"must be a list of {FULL} and {SLIDING}")
         return {}
     if len(kinds) != layers:
-        keys.refuse("layer_types", kinds, f"length {len(kinds)} differs from num_hidden_layers {layers}")
+        keys.add_violation(
+            "layer_types", kinds, f"length {len(kinds)} differs from num_hidden_layers {layers}"
+        )
     window = keys.read_optional_integer("sliding_window", 128)
     if window is None or SLIDING not in kinds:
         return {}
@@ -400,25 +412,25 @@ def _read_latent_decoder(keys: ConfigKeys, **routing: Any) -> dict[str, Any]:
         v_head_dim=keys.read_integer("v_head_dim"),
     )
     heads = keys.read_integer("num_attention_heads")
-    keys.require_value("attention_bias", False, reason="biases in latent attention are not supported")
-    keys.require_value(
+    keys.add_violation_unless("attention_bias", False, reason="biases in latent attention are not supported")
+    keys.add_violation_unless(
         "rope_interleave", True, reason="megatron-core's latent attention rotates interleaved pairs"
     )
-    keys.require_value(
+    keys.add_violation_unless(
         "num_key_value_heads", None, heads, reason=f"latent attention has {heads}, one per head"
     )
     # transformers 5 writes what follows from the numbers above.
-    keys.require_value(
+    keys.add_violation_unless(
         "qk_head_dim", None, mla.q_head_dim, reason="must be qk_nope_head_dim + qk_rope_head_dim"
     )
-    keys.require_value("head_dim", None, mla.qk_pos_emb_head_dim, reason="must be qk_rope_head_dim")
+    keys.add_violation_unless("head_dim", None, mla.qk_pos_emb_head_dim, reason="must be qk_rope_head_dim")
     base = _read_decoder(
         keys, num_key_value_heads=None, kv_channels=mla.v_head_dim, qk_layernorm=True, mla=mla
     )
-    return base | {"moe": _read_shared_expert_moe(keys, base["num_layers"], **routing)}
+    return base | {"moe": _read_deepseek_moe(keys, base["num_layers"], **routing)}
 
 
-def _read_shared_expert_moe(keys: ConfigKeys, layers: int, **routing: Any) -> MoE:
+def _read_deepseek_moe(keys: ConfigKeys, layers: int, **routing: Any) -> MoE:
     width = keys.read_integer("moe_intermediate_size")
     first = keys.read_integer("first_k_dense_replace", least=0)
     frequency = keys.read_integer("moe_layer_freq", 1)
@@ -441,13 +453,15 @@ def _read_sigmoid_routing(keys: ConfigKeys) -> dict[str, Any]:
 
     Where there is more than one group of experts, they include the choice of the best groups.
     """
-    keys.require_value("scoring_func", "sigmoid", reason="this family uses sigmoid scores")
-    keys.require_value("topk_method", "noaux_tc", reason="this family uses noaux_tc")
-    keys.require_value(
+    keys.add_violation_unless("scoring_func", "sigmoid", reason="this family uses sigmoid scores")
+    keys.add_violation_unless("topk_method", "noaux_tc", reason="this family uses noaux_tc")
+    keys.add_violation_unless(
         "norm_topk_prob", True, reason="megatron-core always normalises sigmoid scores of several experts"
     )
     if keys.read_integer("num_experts_per_tok") == 1:
-        keys.refuse("num_experts_per_tok", 1, "megatron-core does not normalise the score of a single expert")
+        keys.add_violation(
+            "num_experts_per_tok", 1, "megatron-core does not normalise the score of a single expert"
+        )
     return {"score_function": "sigmoid", "expert_bias": True} | _read_expert_groups(keys, score_topk=2)
 
 
@@ -457,7 +471,7 @@ def _read_expert_groups(keys: ConfigKeys, score_topk: int) -> dict[str, int]:
     return {"groups": groups, "group_topk": group_topk, "group_score_topk": score_topk} if groups > 1 else {}
 
 
-def _read_aux_loss(keys: ConfigKeys) -> dict[str, Any]:
+def _read_aux_loss_and_switch(keys: ConfigKeys) -> dict[str, Any]:
     """Return the balancing loss as in transformers: its coefficient counts only with output_router_logits.
 
     Published configs name a coefficient and leave that false. DeepSeek's own code has no such switch.

@@ -9,9 +9,14 @@ from bundle.architectures.architecture import Architecture, VisionArchitecture
 from bundle.architectures.config import IRRELEVANT_KEYS, REQUIRED, ConfigKeys, read_rope
 
 MOST_BLOCKS, MOST_POSITIONS = 1024, 2**20
-_FULL_ATTENTION_BLOCKS = (7, 15, 23, 31)  # what transformers takes for Qwen2.5-VL's blocks without windows
+_FULL_ATTENTION_BLOCK_INDICES = (
+    7,
+    15,
+    23,
+    31,
+)  # what transformers takes for Qwen2.5-VL's blocks without windows
 NamedShape = tuple[str, tuple[int, ...]]  # name, shape
-_TOKEN_KEYS = {"video": "video", "start": "vision_start", "end": "vision_end"}
+_TOKEN_KEY_PREFIX_BY_ROLE = {"video": "video", "start": "vision_start", "end": "vision_end"}
 _TEXT_KEY, _TOWER_KEY, _TIED_KEY = "text_config", "vision_config", "tie_word_embeddings"
 
 
@@ -42,7 +47,7 @@ def qwen3_vl_moe(keys: ConfigKeys) -> Architecture:
     """Return the architecture of Qwen3-VL with Qwen3-MoE's experts, whose weights for a token sum to one."""
     keys.read_value(_TEXT_KEY, REQUIRED)
     text = _read_text_keys(keys)
-    text.require_value(
+    text.add_violation_unless(
         "norm_topk_prob", True, reason="must be true, as a token's expert weights sum to one in this family"
     )
     rope = read_rope(text, default_base=None, multimodal=True, interleaved=True)
@@ -63,19 +68,22 @@ def _read_vision_model(
     """
     tied = decoder.tied_embeddings
     if text is not keys:
-        keys.absorb(text, _TEXT_KEY)
+        keys.add_nested_violations(text, _TEXT_KEY)
         tied = _read_tied_embeddings(
             keys, accepts_either=read_tower is _read_windowed_tower, decoder_tied=tied
         )
     keys.read_optional_integer("vision_token_id")
     tokens: dict[str, int | None] = {"image_token": keys.read_integer("image_token_id", least=0)}
     tokens |= {
-        f"{role}_token": keys.read_optional_integer(f"{name}_token_id") for role, name in _TOKEN_KEYS.items()
+        f"{role}_token": keys.read_optional_integer(f"{name}_token_id")
+        for role, name in _TOKEN_KEY_PREFIX_BY_ROLE.items()
     }
     nested, width = ConfigKeys(keys.read_mapping(_TOWER_KEY)), decoder.hidden_size
-    nested.require_value("out_hidden_size", width, reason=f"must be the decoder's hidden_size, {width}")
-    vision = read_tower(nested, _read_common_fields(nested) | tokens)
-    keys.absorb(nested, _TOWER_KEY)
+    nested.add_violation_unless(
+        "out_hidden_size", width, reason=f"must be the decoder's hidden_size, {width}"
+    )
+    vision = read_tower(nested, _read_common_tower_fields(nested) | tokens)
+    keys.add_nested_violations(nested, _TOWER_KEY)
     return replace(decoder, model_type=model_type, tied_embeddings=tied, vision=vision)
 
 
@@ -88,7 +96,7 @@ def _read_tied_embeddings(keys: ConfigKeys, *, accepts_either: bool, decoder_tie
     if accepts_either:
         return keys.read_flag(_TIED_KEY, False) or decoder_tied
     if decoder_tied and not keys.has_value(_TIED_KEY):
-        keys.refuse(
+        keys.add_violation(
             _TIED_KEY,
             None,
             f"{_TEXT_KEY} has true, but some versions of transformers read this key; set both",
@@ -107,17 +115,23 @@ def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
     for name, value in nested.items():
         outer_value = keys.read_value(name)
         if outer_value not in (None, value) and name not in IRRELEVANT_KEYS | {_TIED_KEY}:
-            keys.refuse(name, outer_value, f"conflicts with {_TEXT_KEY} {value!r:.40}; keep one of the two")
+            keys.add_violation(
+                name, outer_value, f"conflicts with {_TEXT_KEY} {value!r:.40}; keep one of the two"
+            )
     return ConfigKeys(nested)
 
 
-def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
+def _read_common_tower_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that the towers of all families have."""
     keys.read_number("initializer_range", 0.02, most=10.0)  # the decoder's counts
     axial = ConfigKeys(keys.read_mapping("rope_parameters"))
-    axial.require_value("rope_type", "axial", reason="must be true: the tower rotates by height and by width")
-    axial.require_value("rope_theta", 1e4, 10000, reason="must be 10000, the base of the tower's frequencies")
-    keys.absorb(axial, "rope_parameters")
+    axial.add_violation_unless(
+        "rope_type", "axial", reason="must be true: the tower rotates by height and by width"
+    )
+    axial.add_violation_unless(
+        "rope_theta", 1e4, 10000, reason="must be 10000, the base of the tower's frequencies"
+    )
+    keys.add_nested_violations(axial, "rope_parameters")
     return {
         "num_layers": keys.read_integer("depth", most=MOST_BLOCKS),
         "hidden_size": keys.read_integer("hidden_size"),
@@ -132,11 +146,13 @@ def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
 
 def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
     """Return the tower of Qwen2.5-VL."""
-    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is supported")
+    keys.add_violation_unless("hidden_act", "silu", reason="only gated SiLU (silu) is supported")
     channels, patch = common_fields["channels"], common_fields["patch_size"]
-    keys.require_value("in_chans", channels, reason=f"must be in_channels, {channels}")
-    keys.require_value("spatial_patch_size", patch, reason=f"must be patch_size, {patch}")
-    full_layers = tuple(number for number in _FULL_ATTENTION_BLOCKS if number < common_fields["num_layers"])
+    keys.add_violation_unless("in_chans", channels, reason=f"must be in_channels, {channels}")
+    keys.add_violation_unless("spatial_patch_size", patch, reason=f"must be patch_size, {patch}")
+    full_layers = tuple(
+        number for number in _FULL_ATTENTION_BLOCK_INDICES if number < common_fields["num_layers"]
+    )
     if keys.has_value("fullatt_block_indexes"):
         full_layers = keys.read_integers("fullatt_block_indexes")
     window, tokens_per_second = (
@@ -154,7 +170,9 @@ def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> Vis
 
 def _read_deepstack_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
     """Return the tower of Qwen3-VL."""
-    keys.require_value("hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is supported")
+    keys.add_violation_unless(
+        "hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is supported"
+    )
     keys.read_value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
     deepstack = keys.read_integers("deepstack_visual_indexes")
     positions = keys.read_integer("num_position_embeddings", most=MOST_POSITIONS)
@@ -166,12 +184,12 @@ def list_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[Named
 
     They have the names of transformers' modules and the order of their registration.
     """
-    yield from _TOWER_TENSORS[vision.family](vision, width)
+    yield from _TENSOR_LISTER_BY_FAMILY[vision.family](vision, width)
 
 
-def _list_windowed_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
+def _list_windowed_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    yield "patch_embed.proj.weight", (hidden, *_get_patch_shape(vision))
+    yield "patch_embed.proj.weight", (hidden, *_get_spatiotemporal_patch_shape(vision))
     for number in range(vision.num_layers):
         prefix = f"blocks.{number}"
         yield f"{prefix}.norm1.weight", (hidden,)
@@ -187,9 +205,9 @@ def _list_windowed_tensors(vision: VisionArchitecture, width: int) -> Iterator[N
     yield from _list_linear_tensors("merger.mlp.2", width, merged)
 
 
-def _list_deepstack_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
+def _list_qwen3_vl_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    yield "patch_embed.proj.weight", (hidden, *_get_patch_shape(vision))
+    yield "patch_embed.proj.weight", (hidden, *_get_spatiotemporal_patch_shape(vision))
     yield "patch_embed.proj.bias", (hidden,)
     yield "pos_embed.weight", (vision.positions, hidden)
     for number in range(vision.num_layers):
@@ -210,7 +228,7 @@ def _list_deepstack_tensors(vision: VisionArchitecture, width: int) -> Iterator[
         yield from _list_linear_tensors(f"{prefix}.linear_fc2", width, merged)
 
 
-def _get_patch_shape(vision: VisionArchitecture) -> tuple[int, ...]:
+def _get_spatiotemporal_patch_shape(vision: VisionArchitecture) -> tuple[int, ...]:
     return vision.channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
 
 
@@ -224,7 +242,10 @@ def _list_linear_tensors(name: str, rows: int, columns: int) -> Iterator[NamedSh
     yield f"{name}.bias", (rows,)
 
 
-_TOWER_TENSORS = {"qwen2_5_vl": _list_windowed_tensors, "qwen3_vl": _list_deepstack_tensors}
+_TENSOR_LISTER_BY_FAMILY = {
+    "qwen2_5_vl": _list_windowed_tower_tensors,
+    "qwen3_vl": _list_qwen3_vl_tower_tensors,
+}
 
 FAMILIES: dict[str, Callable[[ConfigKeys], Architecture]] = {
     reader.__name__: reader for reader in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_MODEL_NAMES = {
+_NON_LAYER_MODULE_NAMES = {
     "embedding.word_embeddings": "{decoder}embed_tokens",
     "decoder.final_layernorm": "{decoder}norm",
     "output_layer": "lm_head",
@@ -30,12 +30,12 @@ _LAYER_NAMES = {
     "mlp.shared_experts.linear_fc1": "mlp.shared_experts.{gate,up}_proj",
     "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
 }
-_MIXTRAL_NAMES = {
+_MIXTRAL_NAME_OVERRIDES = {
     "mlp.router": "block_sparse_moe.gate",
     "mlp.experts.local_experts.#.linear_fc1": "block_sparse_moe.experts.#.{w1,w3}",
     "mlp.experts.local_experts.#.linear_fc2": "block_sparse_moe.experts.#.w2",
 }
-_GPT_OSS = {
+_GPT_OSS_NAME_OVERRIDES = {
     "self_attention.core_attention": "self_attn",
     "mlp.router": "mlp.router",
 }
@@ -48,9 +48,9 @@ _HYBRID_NAMES = {
     "mlp.shared_experts.linear_fc1": "mlp.shared_expert.{gate,up}_proj",
     "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
-_FUSED_PROJECTIONS = {"self_attention.in_proj": "linear_attn.in_proj_{qkvz,ba}"}
-_SPLIT_PROJECTIONS = {"self_attention.in_proj": "linear_attn.in_proj_{qkv,z,b,a}"}
-_STACKED_NAMES = {
+_FUSED_DELTA_NET_NAMES = {"self_attention.in_proj": "linear_attn.in_proj_{qkvz,ba}"}
+_SPLIT_DELTA_NET_NAMES = {"self_attention.in_proj": "linear_attn.in_proj_{qkv,z,b,a}"}
+_STACKED_EXPERT_NAMES = {
     "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
     "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
 }
@@ -99,9 +99,9 @@ class PublishedNames:
     # The first projection of gated delta nets is two, each head by head of the keys.
     has_key_head_order: bool = False
 
-    def find_model_module(self, module: str) -> str:
+    def find_non_layer_module(self, module: str) -> str:
         """Return the published name of a module outside all layers."""
-        return _MODEL_NAMES[module].format(decoder=self.decoder_prefix)
+        return _NON_LAYER_MODULE_NAMES[module].format(decoder=self.decoder_prefix)
 
     def to_transformers_name(self, name: str) -> str:
         """Return transformers' own name of the published `name`."""
@@ -123,10 +123,10 @@ def build_suffix(kind: str, *, stacked: bool) -> str:
     """Return the end of a published name, behind its module, for a kind of tensor such as weight."""
     if stacked:
         return "" if kind == "weight" else f"_{kind}"
-    return f".{_PUBLISHED_KINDS.get(kind, kind)}"
+    return f".{_PUBLISHED_SUFFIX_BY_KIND.get(kind, kind)}"
 
 
-_PUBLISHED_KINDS = {
+_PUBLISHED_SUFFIX_BY_KIND = {
     "expert_bias": "e_score_correction_bias",
     "softmax_offset": "sinks",
     "gate_weight": "weight",
@@ -167,7 +167,7 @@ _NOAUX_TC_DEFAULTS = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_meth
 PUBLISHED_NAMES: dict[str, PublishedNames] = {
     "llama": PublishedNames("LlamaForCausalLM"),
     "mistral": PublishedNames("MistralForCausalLM"),
-    "mixtral": PublishedNames("MixtralForCausalLM", _LAYER_NAMES | _MIXTRAL_NAMES),
+    "mixtral": PublishedNames("MixtralForCausalLM", _LAYER_NAMES | _MIXTRAL_NAME_OVERRIDES),
     "qwen2": PublishedNames("Qwen2ForCausalLM"),
     "mimo": PublishedNames("MiMoForCausalLM", mtp=_MIMO_MTP),
     "qwen3": PublishedNames("Qwen3ForCausalLM"),
@@ -191,19 +191,25 @@ PUBLISHED_NAMES: dict[str, PublishedNames] = {
     ),
     "glm4_moe": PublishedNames("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
     "gpt_oss": PublishedNames(
-        "GptOssForCausalLM", _LAYER_NAMES | _STACKED_NAMES | _GPT_OSS, stacked_experts="turns"
+        "GptOssForCausalLM",
+        _LAYER_NAMES | _STACKED_EXPERT_NAMES | _GPT_OSS_NAME_OVERRIDES,
+        stacked_experts="turns",
     ),
     "qwen3_next": PublishedNames(
         "Qwen3NextForCausalLM",
-        _LAYER_NAMES | _HYBRID_NAMES | _FUSED_PROJECTIONS,
+        _LAYER_NAMES | _HYBRID_NAMES | _FUSED_DELTA_NET_NAMES,
         ignored_prefix="mtp.",
         has_key_head_order=True,
     ),
     "qwen3_5_text": PublishedNames(
-        "Qwen3_5ForCausalLM", _LAYER_NAMES | _HYBRID_NAMES | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
+        "Qwen3_5ForCausalLM",
+        _LAYER_NAMES | _HYBRID_NAMES | _SPLIT_DELTA_NET_NAMES,
+        ignored_prefix="mtp.",
     ),
     "qwen3_5_moe_text": PublishedNames(
-        "Qwen3_5MoeForCausalLM", _LAYER_NAMES | _HYBRID_NAMES | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
+        "Qwen3_5MoeForCausalLM",
+        _LAYER_NAMES | _HYBRID_NAMES | _SPLIT_DELTA_NET_NAMES,
+        ignored_prefix="mtp.",
     ),
     "qwen2_5_vl": PublishedNames(
         "Qwen2_5_VLForConditionalGeneration",
@@ -217,7 +223,7 @@ PUBLISHED_NAMES: dict[str, PublishedNames] = {
     ),
     "qwen3_vl_moe": PublishedNames(
         "Qwen3VLMoeForConditionalGeneration",
-        _LAYER_NAMES | _STACKED_NAMES,
+        _LAYER_NAMES | _STACKED_EXPERT_NAMES,
         decoder_prefix="model.language_model.",
         vision_prefix="model.visual.",
         stacked_experts="copy",

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from bundle.architectures import multimodal
-from bundle.architectures.architecture import MLA, Architecture, DeltaNet, pad_vocab_size
+from bundle.architectures.architecture import MLA, Architecture, DeltaNet, pad_vocab_to_lcm
 from bundle.architectures.published_names import PUBLISHED_NAMES, PublishedNames, build_suffix
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -22,22 +22,22 @@ _PROJECTOR_PREFIXES = (f"{TOWER_PREFIX}merger.", f"{TOWER_PREFIX}deepstack_merge
 
 # How tensor-parallel ranks cut modules: the dimension, and the shares of its blocks that are cut one by one
 # (gate and up). Experts are cut alike, by expert tensor parallelism.
-_ONE_BLOCK = (1,)
-_SPLIT_AXES = {
-    "word_embeddings": (0, _ONE_BLOCK),
-    "output_layer": (0, _ONE_BLOCK),
-    "linear_qkv": (0, _ONE_BLOCK),
-    "linear_q_proj": (0, _ONE_BLOCK),
-    "linear_q_up_proj": (0, _ONE_BLOCK),
-    "linear_kv_up_proj": (0, _ONE_BLOCK),
-    "eh_proj": (0, _ONE_BLOCK),
+_SINGLE_CUT_BLOCK = (1,)
+_TP_DIM_AND_BLOCKS = {
+    "word_embeddings": (0, _SINGLE_CUT_BLOCK),
+    "output_layer": (0, _SINGLE_CUT_BLOCK),
+    "linear_qkv": (0, _SINGLE_CUT_BLOCK),
+    "linear_q_proj": (0, _SINGLE_CUT_BLOCK),
+    "linear_q_up_proj": (0, _SINGLE_CUT_BLOCK),
+    "linear_kv_up_proj": (0, _SINGLE_CUT_BLOCK),
+    "eh_proj": (0, _SINGLE_CUT_BLOCK),
     "linear_fc1": (0, (1, 1)),
-    "linear_proj": (1, _ONE_BLOCK),
-    "linear_fc2": (1, _ONE_BLOCK),
-    "out_proj": (1, _ONE_BLOCK),
+    "linear_proj": (1, _SINGLE_CUT_BLOCK),
+    "linear_fc2": (1, _SINGLE_CUT_BLOCK),
+    "out_proj": (1, _SINGLE_CUT_BLOCK),
 }
 # Tensors with an entry for each head; a rank has the entries of its own heads.
-_HEAD_TENSORS = (SINKS_NAME, "A_log", "dt_bias")
+_PER_ATTENTION_HEAD_PARAMETERS = (SINKS_NAME, "A_log", "dt_bias")
 
 
 class Cut(NamedTuple):
@@ -55,15 +55,15 @@ class Cut(NamedTuple):
 def find_cut(name: str, net: DeltaNet | None = None) -> Cut | None:
     """Return how the tensor of that name is cut; None: every rank holds all of it. `net` is the model's."""
     *_, module, kind = name.split(".")
-    if kind in _HEAD_TENSORS:
-        return Cut("tp", 0, _ONE_BLOCK)
+    if kind in _PER_ATTENTION_HEAD_PARAMETERS:
+        return Cut("tp", 0, _SINGLE_CUT_BLOCK)
     if name.startswith(TOWER_PREFIX) or kind not in ("weight", "bias"):
         return None
     if net is not None and module in ("in_proj", "conv1d"):
         return Cut("tp", 0, net.projection_widths if module == "in_proj" else net.convolution_widths)
-    if module not in _SPLIT_AXES:
+    if module not in _TP_DIM_AND_BLOCKS:
         return None
-    dim, blocks = _SPLIT_AXES[module]
+    dim, blocks = _TP_DIM_AND_BLOCKS[module]
     if kind == "bias" and dim == 1:
         return None
     return Cut("etp" if is_expert(name) else "tp", dim, blocks)
@@ -164,7 +164,7 @@ class Tensor(NamedTuple):
     copy_names: tuple[str, ...] = ()
 
     @property
-    def written_names(self) -> tuple[str, ...]:
+    def published_and_copy_names(self) -> tuple[str, ...]:
         """The names of everything that is written of the tensor."""
         return (*self.published_names, *self.copy_names)
 
@@ -177,7 +177,7 @@ class Tensor(NamedTuple):
         """Yield (name, shape) of everything that is written of the tensor."""
         rule = self.rule
         widths = (*rule.widths, *(rule.widths[0] for _ in self.copy_names))
-        for name, width in zip(self.written_names, widths, strict=True):
+        for name, width in zip(self.published_and_copy_names, widths, strict=True):
             size = width * rule.repeats
             shape = (*self.shape[: rule.dim], size, *self.shape[rule.dim + 1 :])
             yield name, (self.stack.entries, *reversed(shape)) if self.stack else shape
@@ -193,7 +193,7 @@ class Tensors:
         self.architecture = architecture
         self._written_copies = written_copies
         self.names = PUBLISHED_NAMES[architecture.model_type]
-        self._vocab_rows = pad_vocab_size(architecture.vocab_size, tp)
+        self._vocab_rows = pad_vocab_to_lcm(architecture.vocab_size, tp)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield all tensors; a tied head is the embedding and comes once."""
@@ -231,7 +231,7 @@ class Tensors:
         return Tensor(
             f"{name}.weight",
             (width,),
-            (f"{self.names.find_model_module(name)}.weight",),
+            (f"{self.names.find_non_layer_module(name)}.weight",),
             ConversionRule("copy", (width,)),
         )
 
@@ -239,7 +239,7 @@ class Tensors:
         """Yield the tensors of decoder layer `number`, from 0, with all experts or those of these numbers."""
         published_prefix = f"{self.names.decoder_prefix}layers.{number}."
         builder = _LayerBuilder(self.names, f"decoder.layers.{number}.", published_prefix)
-        routed, net = bool(self.architecture.layer_pattern[number]), self.architecture.delta_net
+        routed, net = bool(self.architecture.moe_layer_pattern[number]), self.architecture.delta_net
         linear = net if net and net.layers[number] else None
         yield from _build_layer(self.architecture, builder, has_experts=routed, experts=experts, net=linear)
 
@@ -277,7 +277,7 @@ class Tensors:
         yield build_outer_tensor("hnorm", (hidden,))
         yield build_outer_tensor("eh_proj", (hidden, 2 * hidden), projection_rule)
         builder = _LayerBuilder(self.names, f"{prefix}transformer_layer.", published_prefix)
-        yield from _build_layer(a, builder, has_experts=bool(a.layer_pattern[-1]), experts=experts)
+        yield from _build_layer(a, builder, has_experts=bool(a.moe_layer_pattern[-1]), experts=experts)
         yield build_outer_tensor("final_layernorm", (hidden,))
 
     def map_copies(self) -> dict[str, str]:
@@ -294,7 +294,7 @@ class Tensors:
                 ]
         return copy_originals
 
-    def find_copies(self, source_names: Collection[str]) -> list[str]:
+    def list_copies_to_write(self, source_names: Collection[str]) -> list[str]:
         """Return the copies to write of a model that began with tensors of the names `source_names`.
 
         They are the copies of the source; MTP layers that the source lacks have those of their family.
@@ -319,7 +319,7 @@ class Tensors:
         return Tensor(name, (self._vocab_rows, a.hidden_size), (published,), rule, copy_names=copies)
 
     def _build_published_name(self, name: str) -> str:
-        return f"{self.names.find_model_module(name.removesuffix('.weight'))}.weight"
+        return f"{self.names.find_non_layer_module(name.removesuffix('.weight'))}.weight"
 
 
 class _LayerBuilder(NamedTuple):
@@ -365,7 +365,7 @@ def _build_layer(
         yield from _build_latent_attention(a, builder, a.mla) if a.mla else _build_attention(a, builder)
     yield builder.build_tensor("pre_mlp_layernorm", (hidden,))
     if has_experts:
-        yield from _build_experts(a, builder, experts)
+        yield from _build_moe_tensors(a, builder, experts)
     else:
         yield from _build_gated_mlp(builder, "mlp", hidden, a.ffn_hidden_size, bias=a.linear_bias)
 
@@ -484,7 +484,7 @@ def _build_gated_mlp(
         yield builder.build_tensor(f"{prefix}.linear_fc2", (hidden,), kind="bias", stack=stack)
 
 
-def _build_experts(
+def _build_moe_tensors(
     a: Architecture, builder: _LayerBuilder, numbers: Iterable[int] | None
 ) -> Iterator[Tensor]:
     moe, hidden = a.moe, a.hidden_size

@@ -20,7 +20,7 @@ class Runtime(Protocol):
     """The torch.distributed backend: gloo, nccl or hccl."""
 
     @property
-    def packed_attention(self) -> "Callable[..., torch.Tensor] | None":
+    def noncausal_packed_attention(self) -> "Callable[..., torch.Tensor] | None":
         """The function that attends all sequences of a pack at once without causality, as `cuda.vision` does.
 
         Layers that are not megatron's call it. None where torch attends the sequences one after the other.
@@ -35,14 +35,14 @@ class Runtime(Protocol):
     def build_config_options(self, recipe: "Recipe") -> dict[str, Any]:
         """Return the TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
 
-    def fuses_adam(self, recipe: "Recipe") -> bool:
+    def needs_torch_fused_adam(self, recipe: "Recipe") -> bool:
         """Return whether torch's Adam, where megatron takes it, updates by torch's fused kernel."""
 
     def build_specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":
         """Return the specs of model chunk `chunk`, with the layers that run on this accelerator."""
 
 
-def prepare(backend: str, recipe: "Recipe | None" = None) -> Runtime:
+def set_up_runtime(backend: str, recipe: "Recipe | None" = None) -> Runtime:
     """Return the runtime of a backend (cpu, cuda, ascend) for this process, before megatron is imported.
 
     The `backend_options` of `recipe` choose the runtime where a recipe is passed. Raises EnvironmentUnfit
@@ -51,7 +51,7 @@ def prepare(backend: str, recipe: "Recipe | None" = None) -> Runtime:
     package = importlib.import_module(f"bundle.backends.{backend}")
     runtime: Runtime
     if recipe is not None and recipe.backend_options.mindspeed:  # a plan refuses it on other backends
-        runtime = importlib.import_module(f"{package.__name__}.mindspeed").prepare(recipe)
+        runtime = importlib.import_module(f"{package.__name__}.mindspeed").set_up_runtime(recipe)
     else:
-        runtime = package.prepare()
+        runtime = package.set_up_runtime()
     return runtime

@@ -15,7 +15,7 @@ HeadDims = Literal["equal", "v<=qk", "any"]
 MaskForm = Literal["none", "valid"]
 
 
-_OTHER_KERNEL = ". Set another model.attention"
+_CHANGE_ATTENTION_HINT = ". Set another model.attention"
 
 
 class LayerTraits(NamedTuple):
@@ -53,7 +53,7 @@ class AttentionKernel(NamedTuple):
     # Why a device of this generation takes no such heads: (generation, layout, qk and v head dim).
     explain_device_refusal: Callable[[str, str, int, int], str | None] | None = None
 
-    def compute_pack_limit(self, cp: int) -> int | None:
+    def compute_max_sequences_per_pack(self, cp: int) -> int | None:
         """Return the number of sequences that a pack may hold on `cp` ranks.
 
         With several ranks each one calls the kernel with two chunks of every sequence.
@@ -72,7 +72,7 @@ class AttentionKernel(NamedTuple):
         reasons = self.list_shape_refusals(
             layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width, remedy=""
         )
-        remedy = "" if recipe.model.attention == "auto" else _OTHER_KERNEL
+        remedy = "" if recipe.model.attention == "auto" else _CHANGE_ATTENTION_HINT
         refusals = [f"{reason} (source: {self.source}){remedy}" for reason in reasons]
         if recipe.model.dtype not in self.dtypes:
             offered = ", ".join(self.dtypes)
@@ -98,7 +98,13 @@ class AttentionKernel(NamedTuple):
         return refusals
 
     def list_shape_refusals(
-        self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int, remedy: str = _OTHER_KERNEL
+        self,
+        *,
+        layout: str,
+        mask: str,
+        qk_head_dim: int,
+        v_head_dim: int,
+        remedy: str = _CHANGE_ATTENTION_HINT,
     ) -> tuple[str, ...]:
         """Return all reasons why this kernel does not take such an attention; empty if it does."""
         dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
@@ -212,7 +218,7 @@ class DeviceOperator(NamedTuple):
     excluded_features: frozenset[str] = frozenset()
 
 
-class EmulatedDevice(NamedTuple):
+class EmulatedTestDevice(NamedTuple):
     """A device that tests emulate; what is known about it holds for the versions of one package."""
 
     package: str
@@ -240,7 +246,7 @@ class Capabilities(NamedTuple):
     thread_limit: int = 8  # threads of one rank's own work on the host
     has_delta_nets: bool = True  # gated delta nets, and around them norms whose weights are zero-centred
     no_fp8_reason: str = ""  # why no scaling is offered, where there is none
-    emulated_device: EmulatedDevice | None = None  # where it was tested on what stands in for the device
+    emulated_device: EmulatedTestDevice | None = None  # where it was tested on what stands in for the device
 
     def find_kernel(self, name: str) -> AttentionKernel:
         """Return the attention kernel of that name; for `auto` the kernel that is the default."""
@@ -251,7 +257,7 @@ class Capabilities(NamedTuple):
         """Return the kernel of a job on such a device, which its plan shows and its ranks use.
 
         `auto` is a preferred kernel, or the only one that takes the job, or else the backend's choice. On
-        cuda that choice is `auto` itself. See `list_attention_refusals` for jobs that no kernel takes.
+        cuda that choice is `auto` itself. See `list_requested_kernel_refusals` for jobs that no kernel takes.
         """
         if recipe.model.attention != "auto":
             return KernelChoice(recipe.model.attention, "chosen in the recipe")
@@ -275,7 +281,7 @@ class Capabilities(NamedTuple):
             fused_loss=self.layers.fused_loss and not recipe.train.deterministic,
         )
 
-    def list_attention_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
+    def list_requested_kernel_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
         """Return why the requested kernel does not take this job; with `auto`, why none of them does."""
         kernel_name = recipe.model.attention
         candidates = [kernel for kernel in self.kernels if kernel_name in ("auto", kernel.name)]
@@ -288,10 +294,10 @@ class Capabilities(NamedTuple):
     def uses_operator(self, recipe: "Recipe", name: str) -> bool:
         """Return whether the accelerator's own operator computes an operation of this job."""
         requested = recipe.model.operators
-        is_available = name in [available.name for available in self.list_operators(recipe)]
+        is_available = name in [available.name for available in self.list_applicable_operators(recipe)]
         return is_available and (requested is None or name in requested)
 
-    def list_operators(self, recipe: "Recipe") -> list[DeviceOperator]:
+    def list_applicable_operators(self, recipe: "Recipe") -> list[DeviceOperator]:
         """Return the operators for operations of this job, those that the recipe leaves out too."""
         features = recipe.features
         return [
@@ -328,7 +334,7 @@ class Capabilities(NamedTuple):
             )
         return None
 
-    def find_peak(self, device: str) -> Peak | None:
+    def find_bf16_peak(self, device: str) -> Peak | None:
         """Return the highest rate of the device of that name; None where nobody read it."""
         return next((peak for peak in self.peaks if peak.device == device), None)
 
@@ -357,7 +363,7 @@ class Capabilities(NamedTuple):
         `cores_per_rank` are None where the device or the node is unknown. `overrides` are the values of the
         recipe's `environment`, which replace those of the table; None leaves a variable out.
         """
-        table = (*self.environment, self._choose_threads(cores_per_rank), *COMMON_VARIABLES)
+        table = (*self.environment, self._choose_threads(cores_per_rank), *COMMON_RANK_ENVIRONMENT)
         needed = [v for v in table if v.features <= features and (nodes == 1 or not v.is_single_node)]
         by_name = {v.name: v for v in needed if not (v.runs_on and generation) or v.runs_on(generation)}
         for name, value in (overrides or {}).items():
@@ -387,7 +393,7 @@ class Capabilities(NamedTuple):
 
 
 # Variables of ranks on every backend.
-COMMON_VARIABLES = (
+COMMON_RANK_ENVIRONMENT = (
     EnvVariable(
         "GLOO_SOCKET_IFNAME",
         "lo",
@@ -403,9 +409,9 @@ CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron reads it on eve
 
 def find_capabilities(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:
     """Return what a backend (cpu, cuda, ascend) offers to a job with these features."""
-    from bundle.capabilities.ascend import ASCEND, MINDSPEED
+    from bundle.capabilities.ascend import ASCEND, MINDSPEED_CAPABILITIES
     from bundle.capabilities.cpu import CPU
     from bundle.capabilities.cuda import CUDA
 
-    ascend = MINDSPEED if "mindspeed" in features else ASCEND
+    ascend = MINDSPEED_CAPABILITIES if "mindspeed" in features else ASCEND
     return next(candidate for candidate in (CPU, CUDA, ascend) if candidate.backend == backend)

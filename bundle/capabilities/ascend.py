@@ -7,7 +7,7 @@ from bundle.capabilities import (
     AttentionKernel,
     Capabilities,
     DeviceOperator,
-    EmulatedDevice,
+    EmulatedTestDevice,
     EnvVariable,
     Fp8Scaling,
     KernelChoice,
@@ -16,9 +16,9 @@ from bundle.capabilities import (
     SchedulerResource,
     VariableConflict,
 )
-from bundle.fp8 import FORMATS, SCALINGS
+from bundle.fp8 import NUMBER_FORMATS, SCALINGS
 
-_PLUGIN_SOURCE = (
+_RESOURCE_NAME_SOURCE = (
     "MindCluster's ascend-device-plugin, with one name for A1, A2 and A3; a cluster names its own gres"
 )
 
@@ -122,10 +122,10 @@ ASCEND = Capabilities(
             "the model would pass it to the kernel, which does not take [b, s]; padding stands at the end",
         ),
     ),
-    emulated_device=EmulatedDevice("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
+    emulated_device=EmulatedTestDevice("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
     resources=(
-        SchedulerResource("huawei.com/Ascend910", "gres=npu:{}", "NPU", _PLUGIN_SOURCE),
-        SchedulerResource("huawei.com/npu", "gres=npu:{}", "NPU", _PLUGIN_SOURCE, frozenset({"a5"})),
+        SchedulerResource("huawei.com/Ascend910", "gres=npu:{}", "NPU", _RESOURCE_NAME_SOURCE),
+        SchedulerResource("huawei.com/npu", "gres=npu:{}", "NPU", _RESOURCE_NAME_SOURCE, frozenset({"a5"})),
     ),
     environment=(
         EnvVariable(CONNECTIONS_VARIABLE, "1", "megatron's own check, which MindSpeed does not replace"),
@@ -179,7 +179,7 @@ ASCEND = Capabilities(
 )
 
 # The same devices where MindSpeed has put its layers under the names of Transformer Engine's.
-MINDSPEED = ASCEND._replace(
+MINDSPEED_CAPABILITIES = ASCEND._replace(
     layers=LayerTraits(
         fused_norms=True,
         grouped_experts=True,
@@ -197,7 +197,7 @@ MINDSPEED = ASCEND._replace(
     fp8=tuple(
         Fp8Scaling(
             scaling,
-            FORMATS,
+            NUMBER_FORMATS,
             "Atlas A5 (Ascend950)",
             lambda generation: generation == "a5",
             "A2 and A3 cannot multiply 8-bit floats, and MindSpeed itself does not refuse them",
@@ -206,12 +206,12 @@ MINDSPEED = ASCEND._replace(
     ),
 )
 
-_ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_MEGATRON_ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 
 # Replacements besides those of torch-npu's transfer_to_npu, as "module:attribute", and why. Names in torch
 # are replaced before megatron is imported.
-FACADE = {
+REPLACEMENT_REASONS_BY_TARGET = {
     "torch:compile": "megatron's jit_fuser: transfer_to_npu breaks inductor (torch 2.13: get_gpu_type has no"
     " cache_clear); megatron's functions run eagerly, everybody else's are compiled",
     "torch:Tensor.type": "megatron's optimizers compare it with torch.cuda.FloatTensor: transfer_to_npu"
@@ -221,7 +221,7 @@ FACADE = {
     "megatron.core.fusions.fused_bias_swiglu:swiglu": "npu_swiglu, where model.operators has swiglu: every"
     " fused gate comes to it",
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": "its gradient: npu_swiglu_backward",
-    f"{_ROPE_MODULE}:_apply_rotary_pos_emb_bshd": "npu_rotary_mul, where model.operators has rotary:"
+    f"{_MEGATRON_ROPE_MODULE}:_apply_rotary_pos_emb_bshd": "npu_rotary_mul, where model.operators has rotary:"
     " every rotation that no kernel of Transformer Engine's computes comes to it",
     f"{_MOE_UTILS_MODULE}:HAVE_TE": "megatron asks it before it calls the next five, which are Transformer"
     " Engine's or nobody's",
@@ -236,14 +236,16 @@ FACADE = {
 
 # The replacements that stay beside MindSpeed's. Of those in torch it is get_device_capability, which
 # core_r0.15.3 has without the argument `device` that torch 2.13 passes.
-MINDSPEED_FACADE = tuple(target for target in FACADE if target not in ("torch:compile", "torch:Tensor.type"))
+FACADE_TARGETS_WITH_MINDSPEED = tuple(
+    target for target in REPLACEMENT_REASONS_BY_TARGET if target not in ("torch:compile", "torch:Tensor.type")
+)
 
 # Functions that MindSpeed replaces on every machine and that are restored, by the names that it registers.
 RESTORED_FUNCTIONS = {
-    f"{_ROPE_MODULE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without which 0.15"
-    " turns no pack",
-    f"{_ROPE_MODULE}._apply_rotary_pos_emb_bshd": "its kernel is C++ to be compiled on the machine; ours is"
-    " torch-npu's",
+    f"{_MEGATRON_ROPE_MODULE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without"
+    " which 0.15 turns no pack",
+    f"{_MEGATRON_ROPE_MODULE}._apply_rotary_pos_emb_bshd": "its kernel is C++ to be compiled on the machine;"
+    " ours is torch-npu's",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict": "does not know the form"
     " that checkpoints have from 0.15 on",
 }

@@ -9,12 +9,12 @@ from bundle.capabilities import (
     LayerTraits,
 )
 from bundle.capabilities.cuda import CUDA, FLASH_ATTENTION, FUSED_ATTENTION, UNFUSED_ATTENTION
-from bundle.fp8 import FORMATS, SCALINGS
+from bundle.fp8 import NUMBER_FORMATS, SCALINGS
 
-_IMPLEMENTATION = "torch's cpu kernels, with the refusals of {}"
+_KERNEL_IMPLEMENTATION_TEMPLATE = "torch's cpu kernels, with the refusals of {}"
 _FP8_SOURCE = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
 
-LOCAL_LAYERS = LayerTraits(
+LOCAL_LAYER_TRAITS = LayerTraits(
     fused_norms=False,
     grouped_experts=False,
     fused_kernels=False,
@@ -30,10 +30,10 @@ CPU = Capabilities(
     device="cpu",
     collectives="gloo",
     thread_limit=1,
-    layers=LOCAL_LAYERS,
+    layers=LOCAL_LAYER_TRAITS,
     kernels=tuple(
         kernel._replace(
-            implementation=_IMPLEMENTATION.format(kernel.implementation),
+            implementation=_KERNEL_IMPLEMENTATION_TEMPLATE.format(kernel.implementation),
             dtypes=("bf16", "fp32"),
             context_parallel=True,
             explain_device_refusal=None,
@@ -48,7 +48,7 @@ CPU = Capabilities(
         "unfused", "supports every layout; on the CPU all three kernels cost the same"
     ),
     fp8=tuple(
-        Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _FP8_SOURCE) for name in SCALINGS
+        Fp8Scaling(name, NUMBER_FORMATS, "any cpu", lambda generation: True, _FP8_SOURCE) for name in SCALINGS
     ),
     masks=CUDA.masks,  # a model is given what it is given there
     environment=(
@@ -70,7 +70,7 @@ CPU = Capabilities(
 
 # The facade's replacements, as "module:attribute", and why: names that training steps and checkpoints of
 # megatron-core 0.12 .. 0.19 use and that fail or answer wrongly without a GPU. All other names are correct.
-FACADE = {
+REPLACEMENT_REASONS_BY_TARGET = {
     "torch.cuda:current_device": "every buffer and every random state is placed on it: it is the cpu",
     "torch.cuda:device": "tensor_parallel.random enters it to seed a device",
     "torch.cuda:synchronize": "timers, dispatchers and checkpoints wait for the device: cpu work is done",

@@ -16,15 +16,15 @@ from bundle.capabilities import (
     Peak,
     SchedulerResource,
 )
-from bundle.fp8 import FORMATS
+from bundle.fp8 import NUMBER_FORMATS
 
 if TYPE_CHECKING:
     from bundle.recipe import Recipe
 
-_MATRIX_SOURCE = "Transformer Engine's support matrix"
-_RATES_SOURCE = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
+_FP8_SUPPORT_SOURCE = "Transformer Engine's support matrix"
+_PEAK_FLOPS_SOURCE = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
 
-TRANSFORMER_ENGINE = LayerTraits(
+TRANSFORMER_ENGINE_LAYER_TRAITS = LayerTraits(
     fused_norms=True,
     grouped_experts=True,
     fused_kernels=True,
@@ -96,7 +96,7 @@ def _is_at_least(major: int, minor: int) -> Callable[[str], bool]:
     return lambda generation: _parse_capability(generation) >= (major, minor)
 
 
-def _is_before(major: int, minor: int) -> Callable[[str], bool]:
+def _build_older_capability_check(major: int, minor: int) -> Callable[[str], bool]:
     return lambda generation: _parse_capability(generation) < (major, minor)
 
 
@@ -106,17 +106,17 @@ _ONE_QUEUE_REASON = (
 )
 
 
-def _has_narrow_values_on_hopper(recipe: "Recipe", generation: str | None) -> bool:
+def _has_narrow_packs_on_hopper(recipe: "Recipe", generation: str | None) -> bool:
     """Return whether packed values are narrower than their keys, on Hopper and with cp 1."""
     hopper = generation is not None and generation.startswith("9.")
-    return hopper and recipe.parallel.cp == 1 and _has_narrow_values(recipe)
+    return hopper and recipe.parallel.cp == 1 and _has_narrow_packed_values(recipe)
 
 
-def _has_narrow_values_under_cp(recipe: "Recipe", generation: str | None) -> bool:
-    return recipe.parallel.cp > 1 and _has_narrow_values(recipe)
+def _has_narrow_packed_cp_values(recipe: "Recipe", generation: str | None) -> bool:
+    return recipe.parallel.cp > 1 and _has_narrow_packed_values(recipe)
 
 
-def _has_narrow_values(recipe: "Recipe") -> bool:
+def _has_narrow_packed_values(recipe: "Recipe") -> bool:
     width, value_width = recipe.architecture.head_dims
     return recipe.data.packed and value_width < width
 
@@ -125,7 +125,7 @@ CUDA = Capabilities(
     backend="cuda",
     device="cuda",
     collectives="nccl",
-    layers=TRANSFORMER_ENGINE,
+    layers=TRANSFORMER_ENGINE_LAYER_TRAITS,
     kernels=(FLASH_ATTENTION, FUSED_ATTENTION, UNFUSED_ATTENTION),
     auto_attention=KernelChoice(
         "auto", "Transformer Engine chooses a kernel that supports the input, call by call"
@@ -133,31 +133,45 @@ CUDA = Capabilities(
     preferences=(
         KernelPreference(
             "fused",
-            _has_narrow_values_on_hopper,
+            _has_narrow_packs_on_hopper,
             "supports packed values narrower than keys; with padding to one width, as other kernels need"
             " it, a step of latent attention took 11 % longer on an H200",
         ),
         KernelPreference(
             "auto",
-            _has_narrow_values_under_cp,
+            _has_narrow_packed_cp_values,
             "packed values narrower than keys are padded to one width; between ranks, cuDNN did not accept"
             " them unpadded",
         ),
     ),
     fp8=(
-        Fp8Scaling("delayed", FORMATS, "compute capability 8.9 or newer", _is_at_least(8, 9), _MATRIX_SOURCE),
         Fp8Scaling(
-            "tensorwise", FORMATS, "compute capability 8.9 or newer", _is_at_least(8, 9), _MATRIX_SOURCE
+            "delayed",
+            NUMBER_FORMATS,
+            "compute capability 8.9 or newer",
+            _is_at_least(8, 9),
+            _FP8_SUPPORT_SOURCE,
         ),
         Fp8Scaling(
-            "blockwise", FORMATS, "compute capability 9.0 or newer", _is_at_least(9, 0), _MATRIX_SOURCE
+            "tensorwise",
+            NUMBER_FORMATS,
+            "compute capability 8.9 or newer",
+            _is_at_least(8, 9),
+            _FP8_SUPPORT_SOURCE,
+        ),
+        Fp8Scaling(
+            "blockwise",
+            NUMBER_FORMATS,
+            "compute capability 9.0 or newer",
+            _is_at_least(9, 0),
+            _FP8_SUPPORT_SOURCE,
         ),
         Fp8Scaling(
             "mxfp8",
-            FORMATS,
+            NUMBER_FORMATS,
             "compute capability 10.0 or 10.3",
             lambda capability: capability in ("10.0", "10.3"),
-            f"{_MATRIX_SOURCE}, which excludes 12.0; TransformerEngine#2304",
+            f"{_FP8_SUPPORT_SOURCE}, which excludes 12.0; TransformerEngine#2304",
         ),
     ),
     masks=(
@@ -172,10 +186,10 @@ CUDA = Capabilities(
         ),
     ),
     peaks=(
-        Peak("NVIDIA A100-SXM4-80GB", 312e12, _RATES_SOURCE),
-        Peak("NVIDIA H100 80GB HBM3", 989e12, _RATES_SOURCE),
-        Peak("NVIDIA H200", 989e12, _RATES_SOURCE),
-        Peak("NVIDIA B200", 2.25e15, _RATES_SOURCE),
+        Peak("NVIDIA A100-SXM4-80GB", 312e12, _PEAK_FLOPS_SOURCE),
+        Peak("NVIDIA H100 80GB HBM3", 989e12, _PEAK_FLOPS_SOURCE),
+        Peak("NVIDIA H200", 989e12, _PEAK_FLOPS_SOURCE),
+        Peak("NVIDIA B200", 2.25e15, _PEAK_FLOPS_SOURCE),
     ),
     environment=(
         EnvVariable(
@@ -186,7 +200,11 @@ CUDA = Capabilities(
         ),
         *(
             EnvVariable(
-                CONNECTIONS_VARIABLE, "1", _ONE_QUEUE_REASON, frozenset({axis}), runs_on=_is_before(10, 0)
+                CONNECTIONS_VARIABLE,
+                "1",
+                _ONE_QUEUE_REASON,
+                frozenset({axis}),
+                runs_on=_build_older_capability_check(10, 0),
             )
             for axis in ("tp", "cp")
         ),

@@ -20,7 +20,7 @@ from bundle.mcore import checkpoints as megatron_checkpoints
 from bundle.mcore import groups
 
 # torch's own exception is not an Exception.
-_MEGATRON_ERRORS = (Exception, CheckpointException)
+_ANY_EXCEPTION_TYPES = (Exception, CheckpointException)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Checkpoints:
         partial = run_on_rank_0(lambda: self.directory.create_partial(train_state.step))
         engine = self.engine
         with self._clear_on_failure(partial):
-            run_on_all_ranks(lambda: self._write_own_files(partial, train_state))
+            run_on_all_ranks(lambda: self._write_rng_and_state(partial, train_state))
             with engine.runtime.megatron_calls():
                 if self.background:
                     writing = megatron_checkpoints.AsyncSave(
@@ -97,12 +97,12 @@ class Checkpoints:
         Raises JobFailed where all checkpoints are damaged.
         """
         damaged: list[str] = []
-        for step in run_on_rank_0(self.directory.list_steps):
+        for step in run_on_rank_0(self.directory.list_steps_newest_first):
             directory = self.directory.get_path(step)
             if reasons := self._find_damage(directory):
                 damaged.append(f"{directory.name} is damaged and was skipped: {'; '.join(reasons[:3])}")
                 continue
-            loaded = self._read(directory)
+            loaded = self._load_into_engine(directory)
             new_names = run_on_rank_0(functools.partial(self.directory.mark_newer_damaged, step))
             notes = [
                 f"{reason}; the checkpoint was renamed to {name}"
@@ -118,7 +118,7 @@ class Checkpoints:
     def load_from(self, directory: Path) -> LoadedCheckpoint:
         """Read a checkpoint that a person named; raise JobFailed for a damaged one."""
         self._refuse_damaged(directory)
-        return self._read(directory)
+        return self._load_into_engine(directory)
 
     def load_weights(self, directory: Path) -> None:
         """Read the weights of a checkpoint that a person named, whatever optimizer and data they come from.
@@ -139,7 +139,7 @@ class Checkpoints:
         if reasons := self._find_damage(directory):
             raise JobFailed(f"{directory}: this checkpoint cannot be used", reasons)
 
-    def _write_own_files(self, partial: Path, train_state: state.TrainState) -> None:
+    def _write_rng_and_state(self, partial: Path, train_state: state.TrainState) -> None:
         engine = self.engine
         with engine.runtime.megatron_calls():
             rng.write(partial, dist.get_rank(), engine.device)
@@ -150,7 +150,7 @@ class Checkpoints:
                 scheduler=engine.scheduler.state_dict(),
                 layout=self._get_layout(),
                 sharding=megatron_checkpoints.choose_sharding_type(),
-                optimizer=state.describe_optimizer(engine.recipe.optimizer),
+                optimizer=state.describe_optimizer_state_format(engine.recipe.optimizer),
                 mcore=megatron_checkpoints.read_megatron_version(),
                 model=identity.dump_architecture(engine.recipe.architecture),
                 adapters=state.describe_adapters(engine.recipe, loaded=engine.has_pretrained_weights),
@@ -166,10 +166,10 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 self._clear_leftovers()
             raise
-        except _MEGATRON_ERRORS as error:
+        except _ANY_EXCEPTION_TYPES as error:
             # Megatron tells the cause to rank 0.
             if dist.get_rank() != 0:
-                cause = _describe_cause(error)  # or what this rank alone has seen
+                cause = _describe_first_rank_failure(error)  # or what this rank alone has seen
                 raise RuntimeError(
                     f"the checkpoint could not be written; rank 0 knows why ({cause})"
                 ) from error
@@ -179,12 +179,12 @@ class Checkpoints:
     def _clear_leftovers(self) -> None:
         """Remove what was half written; the next checkpoint removes what ranks that still write add to it."""
         with suppress(OSError):
-            self.directory.clear()
+            self.directory.remove_leftovers()
 
     def _publish(self, step: int) -> None:
         partial, rank, size = self.directory.get_partial_path(step), dist.get_rank(), dist.get_world_size()
         names = run_on_rank_0(lambda: manifest.list_file_names(partial))
-        own_names = manifest.select_share(names, rank, size)
+        own_names = manifest.select_files_to_read(names, rank, size)
         shares = run_on_all_ranks(
             lambda: {name: manifest.compute_digest(partial / name, sync=True) for name in own_names}
         )
@@ -205,16 +205,16 @@ class Checkpoints:
                 digests = manifest.read(directory)
             except ValueError as error:
                 return {}, [str(error)]
-            return digests, manifest.find_unlisted_files(directory, digests)
+            return digests, manifest.describe_unlisted_files(directory, digests)
 
         digests, reasons = run_on_rank_0(list_digests)
         if reasons:
             return reasons
-        own_names = manifest.select_share(sorted(digests), dist.get_rank(), dist.get_world_size())
+        own_names = manifest.select_files_to_read(sorted(digests), dist.get_rank(), dist.get_world_size())
         shares = run_on_all_ranks(lambda: manifest.find_defects(directory, digests, own_names))
         return [defect for share in shares for defect in share]
 
-    def _read(self, directory: Path) -> LoadedCheckpoint:
+    def _load_into_engine(self, directory: Path) -> LoadedCheckpoint:
         """Read a checkpoint.
 
         Raises UsageError for a checkpoint of another model or optimizer, JobFailed for one that cannot be
@@ -232,10 +232,10 @@ class Checkpoints:
         engine.scheduler.load_state_dict(dict(saved.scheduler))
         if dict(saved.layout) == dict(self._get_layout()):
             with engine.runtime.megatron_calls():
-                rng.read(directory, dist.get_rank(), engine.device)
+                rng.restore(directory, dist.get_rank(), engine.device)
             return LoadedCheckpoint(saved.state, directory)
         with engine.runtime.megatron_calls():
-            groups.seed_random_states(engine.recipe.seed, completed_steps=saved.state.step)
+            groups.seed_model_parallel_rng(engine.recipe.seed, completed_steps=saved.state.step)
         note = (
             f"{directory.name} was written with another parallel layout ({_format_layout(saved.layout)})."
             " So random states are not loaded, but start again from the seed"
@@ -262,11 +262,11 @@ def _wrap_load_errors(directory: Path) -> Iterator[Path]:
     """Raise JobFailed for any error of megatron's while it reads `directory`."""
     try:
         yield directory
-    except _MEGATRON_ERRORS as error:
-        raise JobFailed(f"{directory}: cannot be loaded: {_describe_cause(error)}") from error
+    except _ANY_EXCEPTION_TYPES as error:
+        raise JobFailed(f"{directory}: cannot be loaded: {_describe_first_rank_failure(error)}") from error
 
 
-def _describe_cause(error: BaseException) -> str:
+def _describe_first_rank_failure(error: BaseException) -> str:
     """Return one rank's error from torch's exception of all ranks; other errors as they are."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     first_failure = next((failure for failure, _ in failures.values()), error)

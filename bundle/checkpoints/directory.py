@@ -9,10 +9,10 @@ from bundle import files
 
 LATEST, BEST = "latest", "best"
 MEGATRON_FOLDER = "megatron"  # megatron's own folder inside a checkpoint, which Megatron-LM's tools read
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+_CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{8,})")
 _PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
-_OWN_NAME = re.compile(
-    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_CHECKPOINT_NAME.pattern}|{LATEST}|\.{LATEST}\.\d+|{BEST}"
+_REMOVABLE_ENTRY_PATTERN = re.compile(
+    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_CHECKPOINT_NAME_PATTERN.pattern}|{LATEST}|\.{LATEST}\.\d+|{BEST}"
 )
 
 
@@ -26,7 +26,7 @@ class CheckpointDirectory:
         """Return the path of the complete checkpoint of `step`."""
         return self.root / f"step-{step:08d}"
 
-    def list_steps(self) -> list[int]:
+    def list_steps_newest_first(self) -> list[int]:
         """Return the steps that have a complete checkpoint, the newest first.
 
         The names alone decide: a checkpoint gets its name, in one rename, when it is complete.
@@ -34,14 +34,16 @@ class CheckpointDirectory:
         if not files.is_directory(self.root):
             return []
         matches = (
-            _CHECKPOINT_NAME.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir()
+            _CHECKPOINT_NAME_PATTERN.fullmatch(path.name)
+            for path in self.root.glob("step-*")
+            if path.is_dir()
         )
         return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
     def create_partial(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of `step`; remove leftovers of other checkpoints."""
         self.root.mkdir(exist_ok=True)  # without parents: a run directory that vanished must not come back
-        self.clear()
+        self.remove_leftovers()
         partial = self.get_partial_path(step)
         partial.mkdir()
         return partial
@@ -62,9 +64,9 @@ class CheckpointDirectory:
             self._remove(complete)
         partial.rename(complete)
         self._point_latest_at(step)  # syncs the new name too: what is older goes only then
-        if best_step is not None and best_step in self.list_steps():
+        if best_step is not None and best_step in self.list_steps_newest_first():
             files.write_text(self.root / BEST, f"{self.get_path(best_step).name}\n")
-        earlier_steps = [old for old in self.list_steps() if old < step and old != best_step]
+        earlier_steps = [old for old in self.list_steps_newest_first() if old < step and old != best_step]
         for old in earlier_steps[keep - 1 :]:
             self._remove(self.get_path(old))
 
@@ -74,7 +76,7 @@ class CheckpointDirectory:
         They are damaged. Under their old names they would count among the newest, which `publish` keeps.
         """
         names = []
-        for newer in [step_number for step_number in self.list_steps() if step_number > step]:
+        for newer in [step_number for step_number in self.list_steps_newest_first() if step_number > step]:
             damaged = self.root / f"{_DAMAGED}{self.get_path(newer).name}"
             if damaged.exists():
                 self._remove(damaged)
@@ -84,20 +86,20 @@ class CheckpointDirectory:
             self._point_latest_at(step)
         return names
 
-    def clear(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove what interrupted writes and removals left."""
         for leftover in (*self.root.glob(f"{_PARTIAL}*"), *self.root.glob(f"{_LEAVING}*")):
-            _discard(leftover)
+            _remove_path(leftover)
 
     def remove_all(self) -> None:
         """Remove every checkpoint, the newest first; the folder, which may be a link, and other files stay.
 
         An interrupted call leaves older checkpoints, from which the run can continue.
         """
-        for step in self.list_steps():
+        for step in self.list_steps_newest_first():
             self._remove(self.get_path(step))
-        for path in [path for path in self.root.glob("*") if _OWN_NAME.fullmatch(path.name)]:
-            _discard(path)
+        for path in [path for path in self.root.glob("*") if _REMOVABLE_ENTRY_PATTERN.fullmatch(path.name)]:
+            _remove_path(path)
 
     def _point_latest_at(self, step: int) -> None:
         # For people and scripts; a run that resumes looks at the folders, which cannot be behind.
@@ -107,10 +109,10 @@ class CheckpointDirectory:
         # Renamed first: a removal that is interrupted must not leave half a checkpoint under its name.
         leaving = self.root / f"{_LEAVING}{directory.name}"
         directory.rename(leaving)
-        _discard(leaving)
+        _remove_path(leaving)
 
 
-def _discard(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     """Remove a folder, a file or a link; the target of a link is not ours and stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

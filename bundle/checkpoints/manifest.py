@@ -33,7 +33,7 @@ def list_file_names(directory: Path) -> list[str]:
     return sorted(name for name in relative_names if name != FILE_NAME)
 
 
-def select_share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+def select_files_to_read(names: Iterable[str], rank: int, world_size: int) -> list[str]:
     """Return the files that `rank` reads: those it wrote by megatron's naming, or else every n-th.
 
     A rank finds the files that it wrote itself in the memory of its machine.
@@ -87,7 +87,7 @@ def find_defects(directory: Path, digests: Mapping[str, str], names: Iterable[st
     return problems
 
 
-def find_unlisted_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
+def describe_unlisted_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
     """Return the files in a checkpoint that its manifest does not list, and that nothing has checked."""
     # A network file system keeps an open file that was removed under such a name; nobody reads it.
     unlisted = (
@@ -102,7 +102,7 @@ def find_damage(directory: Path) -> list[str]:
         digests = read(directory)
     except ValueError as error:
         return [str(error)]
-    return [*find_unlisted_files(directory, digests), *find_defects(directory, digests, sorted(digests))]
+    return [*describe_unlisted_files(directory, digests), *find_defects(directory, digests, sorted(digests))]
 
 
 def _is_inside(name: str) -> bool:

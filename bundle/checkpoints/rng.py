@@ -29,7 +29,7 @@ def write(directory: Path, rank: int, device: torch.device) -> None:
     }
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state()
-    tensors |= {_MEGATRON_PREFIX + name: state for name, state in groups.get_random_states().items()}
+    tensors |= {_MEGATRON_PREFIX + name: state for name, state in groups.get_rng_tracker_states().items()}
     rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
     path = _get_path(directory, rank)
     try:
@@ -38,7 +38,7 @@ def write(directory: Path, rank: int, device: torch.device) -> None:
         raise files.build_write_error(path, error) from error
 
 
-def read(directory: Path, rank: int, device: torch.device) -> None:
+def restore(directory: Path, rank: int, device: torch.device) -> None:
     """Restore the random states that `write` wrote."""
     with safe_open(_get_path(directory, rank), framework="pt") as file:
         rest = json.loads(file.metadata()["rest"])
@@ -50,7 +50,7 @@ def read(directory: Path, rank: int, device: torch.device) -> None:
     torch.set_rng_state(tensors["torch"])
     if "device" in tensors:
         torch.get_device_module(device).set_rng_state(tensors["device"])
-    groups.set_random_states(
+    groups.set_rng_tracker_states(
         {n.removeprefix(_MEGATRON_PREFIX): t for n, t in tensors.items() if n.startswith(_MEGATRON_PREFIX)}
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bundle import files
 from bundle.architectures import identity
-from bundle.architectures.adapters import VARIANT_FLAGS
+from bundle.architectures.adapters import SUPPORTED_VARIANT_FLAGS
 from bundle.errors import UsageError
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
@@ -39,7 +39,7 @@ class SavedState:
     sharding: str
     """How megatron laid out the optimizer's state."""
     optimizer: str
-    """Whose state it holds, as `describe_optimizer` says it."""
+    """Whose state it holds, as `describe_optimizer_state_format` says it."""
     mcore: str
     model: Mapping[str, Any]
     """What the weights are of, as `architectures.identity.dump_architecture` says it."""
@@ -66,7 +66,7 @@ def read(directory: Path) -> SavedState:
         raise ValueError(f"its {FILE_NAME} is not valid: {error}") from None
 
 
-def describe_optimizer(optimizer: Optimizer) -> str:
+def describe_optimizer_state_format(optimizer: Optimizer) -> str:
     """Return which optimizer's state a checkpoint has, and whether data-parallel ranks divided it."""
     return f"{optimizer.name}, {'divided' if optimizer.use_distributed_optimizer else 'not divided'}"
 
@@ -81,7 +81,9 @@ def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
         return None
     base_weights = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
     described: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-    flags = {flag: True for flag in VARIANT_FLAGS if getattr(lora, flag)}  # older checkpoints name none
+    flags = {
+        flag: True for flag in SUPPORTED_VARIANT_FLAGS if getattr(lora, flag)
+    }  # older checkpoints name none
     return described | flags | {"beside": base_weights}
 
 
@@ -129,7 +131,7 @@ def refuse_other_weights(directory: Path, saved: SavedState, base_digests: Mappi
 
 def refuse_another_optimizer(directory: Path, saved: SavedState, optimizer: Optimizer) -> None:
     """Raise UsageError for the state of another optimizer than the recipe's."""
-    if (own_optimizer := describe_optimizer(optimizer)) != saved.optimizer:
+    if (own_optimizer := describe_optimizer_state_format(optimizer)) != saved.optimizer:
         raise UsageError(
             f"{directory}: optimizer.name or optimizer.use_distributed_optimizer differs. The checkpoint has"
             f" {saved.optimizer} between data-parallel ranks, but the recipe has {own_optimizer}. Load only"

@@ -17,10 +17,10 @@ from typer.core import TyperGroup
 
 from bundle import __version__, log
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, UsageError
-from bundle.imports import pause_collection
+from bundle.imports import pause_gc_and_freeze
 
 # The summary of each verb. Its module is bundle.cli.<verb>, with a typer app named `app`.
-VERBS: dict[str, str] = {
+VERB_SUMMARIES: dict[str, str] = {
     "sft": "Fine-tune a model on conversations, by flags alone.",
     "dpo": "Train a model on preferences, by flags alone.",
     "pretrain": "Train a model on text, by flags alone.",
@@ -42,32 +42,32 @@ VERBS: dict[str, str] = {
 
 
 @functools.cache
-def _import_verb(verb: str) -> Any:
+def _import_verb_module(verb: str) -> Any:
     """Return the module of a verb."""
-    with pause_collection():
+    with pause_gc_and_freeze():
         return importlib.import_module(f"bundle.cli.{verb}")
 
 
-class VerbGroup(TyperGroup):
+class LazyVerbGroup(TyperGroup):
     """The verbs by name; the list of verbs imports none of their modules."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
+        return list(VERB_SUMMARIES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
+        if cmd_name not in VERB_SUMMARIES:
             raise UsageError(
                 f"there is no command {cmd_name[:100]!r}. The commands are",
-                [f"{verb}: {summary}" for verb, summary in VERBS.items()],
+                [f"{verb}: {summary}" for verb, summary in VERB_SUMMARIES.items()],
             )
-        return typer.main.get_command(_import_verb(cmd_name).app)
+        return typer.main.get_command(_import_verb_module(cmd_name).app)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl(list(VERB_SUMMARIES.items()))
 
 
-app = typer.Typer(cls=VerbGroup, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(cls=LazyVerbGroup, rich_markup_mode=None, no_args_is_help=True)
 
 
 def _print_version(is_requested: bool) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
         # Before any slow import: a rank that is still starting also ends with its agent.
         from bundle.launch import orphans
 
-        orphans.die_with_parent()
+        orphans.die_with_torchrun_agent()
     try:
         try:
             log.start()
@@ -117,7 +117,7 @@ def main() -> None:
 _NO_READER_ERRORS = (errno.EPIPE, errno.EIO)
 
 
-class OutputFile(io.FileIO):
+class NullFallbackFile(io.FileIO):
     """A file descriptor that turns into /dev/null when it cannot be written to any more.
 
     Raise JobFailed at that moment for a full disk under standard output, unless it `may_fail`.
@@ -142,14 +142,14 @@ class OutputFile(io.FileIO):
 
 
 def guard_streams() -> None:
-    """Put an OutputFile under both standard streams."""
+    """Put an NullFallbackFile under both standard streams."""
     sys.stdout, sys.stderr = _guard_stream(sys.stdout, 1), _guard_stream(sys.stderr, 2)
 
 
-def ignore_lost_output() -> None:
+def ignore_stdout_write_errors() -> None:
     """Let the command continue where standard output cannot be written, as its results are elsewhere."""
     outlet = getattr(sys.stdout.buffer, "raw", None)
-    if isinstance(outlet, OutputFile):
+    if isinstance(outlet, NullFallbackFile):
         outlet.may_fail = True
 
 
@@ -157,7 +157,7 @@ def _guard_stream(stream: Any, descriptor: int) -> TextIO:
     if stream is None:  # closed by our starter
         return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  as long as the process
     return io.TextIOWrapper(
-        io.BufferedWriter(OutputFile(descriptor, "wb", closefd=False)),
+        io.BufferedWriter(NullFallbackFile(descriptor, "wb", closefd=False)),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.line_buffering or stream.isatty() or descriptor == 2,

@@ -11,9 +11,9 @@ from bundle.cli.request import JobRequest, Machines, plan_job
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
 from bundle.planning.inputs import find_input_problems
-from bundle.planning.plan import choose_hardware, refuse
+from bundle.planning.plan import choose_hardware, raise_gravest_problem
 from bundle.recipe import Recipe, flatten, from_mapping
-from bundle.recipe.completion import list_settings
+from bundle.recipe.completion import list_shown_settings
 from bundle.recipe.tasks import TASKS
 from bundle.runs.directory import RunDirectory
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from bundle.data import Corpus
 
 # SFT: the default of transformers' TrainingArguments and of ms-swift. DPO: as for Zephyr and Tulu 3.
-DEFAULT_EPOCHS = {"sft": 3.0, "dpo": 1.0, "pretrain": 1.0}
-SHORTEST_SAMPLE = 64
-PACK_LENGTH = 8192  # the pack length of the ready jobs (`recipes list`)
-PRETRAIN_LENGTH = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
+DEFAULT_EPOCHS_BY_TASK = {"sft": 3.0, "dpo": 1.0, "pretrain": 1.0}
+SHORTEST_SEQUENCE_LENGTH = 64
+TARGET_PACK_LENGTH = 8192  # the pack length of the ready jobs (`recipes list`)
+MAX_PRETRAIN_LENGTH = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
 LARGEST_BATCH = 64
 LEAST_EPOCH_STEPS = 32  # the least steps of an epoch, where the data has as many samples
-ENOUGH_SAMPLES = 16  # samples of a step; with more, samples become longer
+MIN_STEP_SAMPLES_TO_LENGTHEN = 16  # samples of a step; with more, samples become longer
 
 
 class KeyChoice(NamedTuple):
@@ -51,7 +51,7 @@ class TaskSpec:
     request: JobRequest = field(default_factory=JobRequest)
 
     @property
-    def name(self) -> str:
+    def generated_recipe_name(self) -> str:
         """The recipe's name: that of the run directory, if given, or else made of task and model."""
         output, suffix = self.request.run_directory, "-lora" if self.lora else ""
         text = output.absolute().name if output else f"{self.task}{suffix}-{Path(self.model).absolute().name}"
@@ -82,12 +82,17 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
     missing inputs, and JobFailed for corrupt rows and rows longer than the model's positions.
     """
     spec_choices = _choose_from_spec(spec)
-    draft = _compose_recipe(spec, spec_choices, _draft_choices(SHORTEST_SAMPLE))
-    if not TASKS[spec.task].reads_text:
+    draft = _compose_recipe(spec, spec_choices, _build_provisional_choices(SHORTEST_SEQUENCE_LENGTH))
+    if not TASKS[spec.task].has_plain_text_rows:
         positions = draft.architecture.max_position_embeddings
-        draft = _compose_recipe(spec, spec_choices, _draft_choices(_compute_sample_length(positions, draft)))
+        draft = _compose_recipe(
+            spec, spec_choices, _build_provisional_choices(_compute_required_sample_length(positions, draft))
+        )
     length_choices = [*spec_choices, _choose_length(draft, _read_data(draft, spec.request))]
-    corpus = _read_data(_compose_recipe(spec, length_choices, _draft_choices(SHORTEST_SAMPLE)), spec.request)
+    corpus = _read_data(
+        _compose_recipe(spec, length_choices, _build_provisional_choices(SHORTEST_SEQUENCE_LENGTH)),
+        spec.request,
+    )
     request = spec.request
     devices = request.devices_per_node or draft.devices.per_node
     if devices is None:
@@ -95,7 +100,9 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
         devices = len(hardware.devices) or 1
     for layout in _propose_layouts(spec, draft.architecture, devices):
         try:
-            recipe = _compose_recipe(spec, length_choices, layout, _draft_choices(SHORTEST_SAMPLE))
+            recipe = _compose_recipe(
+                spec, length_choices, layout, _build_provisional_choices(SHORTEST_SEQUENCE_LENGTH)
+            )
         except UsageError:
             if not layout:
                 raise
@@ -105,17 +112,19 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
         plan = plan_job(recipe, request, Machines(hardware=spec.hardware)).plan
         if plan.exit_code is not ExitCode.ENVIRONMENT_UNFIT:
             break
-    return BuiltRecipe(recipe, tuple(_list_final_choices(spec, recipe, choices)), corpus)
+    return BuiltRecipe(recipe, tuple(_add_overrides_and_defaults(spec, recipe, choices)), corpus)
 
 
-def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyChoice]) -> Iterator[KeyChoice]:
+def _add_overrides_and_defaults(
+    spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyChoice]
+) -> Iterator[KeyChoice]:
     """Yield the choices made here, the keys that the user sets, and the defaults that decide the training."""
     by_key = {choice.key: choice for choice in choices if spec.leaves_open(choice.key)}
     values = dict(flatten(recipe.dump()))
     for name in dict.fromkeys(spec.overridden_keys):
         keys = (key for key in values if key == name or key.startswith(f"{name}."))
         by_key |= {key: KeyChoice(key, values[key], "--set") for key in keys}
-    for setting in list_settings(recipe.dump(), recipe.origins):
+    for setting in list_shown_settings(recipe.dump(), recipe.origins):
         by_key.setdefault(setting.key, KeyChoice(*setting))
     # A chosen section, like model.lora, is listed by its keys.
     sections = {key.rpartition(".")[0] for key in by_key}
@@ -124,15 +133,15 @@ def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyCho
 
 def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     """Return the choices in the user's values, and those that follow from the task alone."""
-    epochs = DEFAULT_EPOCHS[spec.task] if spec.epochs is None else spec.epochs
+    epochs = DEFAULT_EPOCHS_BY_TASK[spec.task] if spec.epochs is None else spec.epochs
     choices = [
-        KeyChoice("name", spec.name, "names the run directory"),
+        KeyChoice("name", spec.generated_recipe_name, "names the run directory"),
         KeyChoice("task", spec.task, "the kind of training"),
         KeyChoice("model.path", spec.model, "--model"),
         KeyChoice("data.path", list(spec.data), "--data"),
         KeyChoice("checkpoint.export", "hf", "a complete model, which transformers opens"),
     ]
-    if not TASKS[spec.task].reads_text:
+    if not TASKS[spec.task].has_plain_text_rows:
         choices.append(KeyChoice("model.weights", "load", "fine-tuning needs trained weights"))
     if spec.lora:
         choices.append(KeyChoice("model.lora", {}, "--lora"))
@@ -142,7 +151,7 @@ def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     return choices
 
 
-def _draft_choices(length: int) -> list[KeyChoice]:
+def _build_provisional_choices(length: int) -> list[KeyChoice]:
     """Return placeholders for the choices that depend on the data, enough to read the data."""
     return [KeyChoice("data.sequence_length", length, ""), KeyChoice("train.global_batch_size", 1, "")]
 
@@ -156,7 +165,7 @@ def _compose_recipe(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
         for section in sections:
             node = node.setdefault(section, {})
         node.setdefault(last, choice.value)
-    return from_mapping(values, f"recipe {spec.name}", spec.request.overrides or ())
+    return from_mapping(values, f"recipe {spec.generated_recipe_name}", spec.request.overrides or ())
 
 
 def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
@@ -166,15 +175,15 @@ def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
     # The recipe is not complete yet, so it cannot be compared with that of an earlier run there.
     run_problems = run.find_problems(recipe, Start(fresh=True))
     initial_weights = run.find_initial_weights(recipe, request.build_start())
-    refuse(recipe, [*find_input_problems(recipe, directory, initial_weights), *run_problems])
+    raise_gravest_problem(recipe, [*find_input_problems(recipe, directory, initial_weights), *run_problems])
     from bundle.data import prepare
-    from bundle.data.cache import choose_cache_directory
+    from bundle.data.cache import choose_cross_run_cache_directory
     from bundle.data.loader import build_progress_callback
 
-    return prepare(recipe, choose_cache_directory(recipe, directory), build_progress_callback())
+    return prepare(recipe, choose_cross_run_cache_directory(recipe, directory), build_progress_callback())
 
 
-def _compute_sample_length(document_length: int, recipe: Recipe) -> int:
+def _compute_required_sample_length(document_length: int, recipe: Recipe) -> int:
     """Return the length of a sample that holds a document of this length and its companions [tokens]."""
     if not recipe.data.packed:
         return document_length
@@ -188,18 +197,24 @@ def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     Packs are longer where the data fills enough of them, as a device then computes more at once.
     """
     key, positions = "data.sequence_length", recipe.architecture.max_position_embeddings
-    if is_text := recipe.task_traits.reads_text:
-        length, max_length = SHORTEST_SAMPLE, min(PRETRAIN_LENGTH, positions)
+    if is_text := recipe.task_traits.has_plain_text_rows:
+        length, max_length = SHORTEST_SEQUENCE_LENGTH, min(MAX_PRETRAIN_LENGTH, positions)
         reason = f"the data has {corpus.tokens:,} tokens, the model {positions:,} positions"
     else:
         longest = max(int(store.lengths.max(initial=0)) for store in corpus.stores)
         length, max_length = (
-            1 << (max(SHORTEST_SAMPLE, _compute_sample_length(longest, recipe)) - 1).bit_length(),
-            PACK_LENGTH,
+            1
+            << (
+                max(SHORTEST_SEQUENCE_LENGTH, _compute_required_sample_length(longest, recipe)) - 1
+            ).bit_length(),
+            TARGET_PACK_LENGTH,
         )
         reason = f"holds the longest row ({longest:,} tokens)"
     if is_text or recipe.data.packed:
-        while 2 * length <= max_length and corpus.tokens >= 2 * length * LEAST_EPOCH_STEPS * ENOUGH_SAMPLES:
+        while (
+            2 * length <= max_length
+            and corpus.tokens >= 2 * length * LEAST_EPOCH_STEPS * MIN_STEP_SAMPLES_TO_LENGTHEN
+        ):
             length *= 2
     return KeyChoice(key, length if recipe.data.packed else min(length, positions), reason)
 
@@ -212,7 +227,7 @@ def _choose_batch_size(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
     batch = 1
     while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * LEAST_EPOCH_STEPS:
         batch *= 2
-    multiple = recipe.train.micro_batch_samples
+    multiple = recipe.train.micro_batch_size_or_one
     multiple *= recipe.parallel.compute_dp(devices) if recipe.parallel.fits(devices) else 1
     batch = -(-batch // multiple) * multiple
     reason = f"steps in an epoch of {samples:,} samples: {-(-samples // batch):,}"

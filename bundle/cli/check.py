@@ -43,13 +43,13 @@ def check(
     run = RunDirectory(directory)
     # The data of a finished run may be checked again.
     resumed_start = start.model_copy(update={"resume": resume or run.is_finished(job)})
-    initial_weights, problems = run.inspect_start(job, resumed_start)
+    initial_weights, problems = run.describe_weights_and_problems(job, resumed_start)
     if hardware:
-        plan_job(job, request, Machines(hardware=hardware), problems=problems).plan.refuse()
+        plan_job(job, request, Machines(hardware=hardware), problems=problems).plan.raise_gravest_problem()
     elif problems:
         raise UsageError(f"recipe {job.name} cannot be checked", [problem.text for problem in problems])
     from bundle.data import prepare
-    from bundle.data.cache import choose_cache_directory
+    from bundle.data.cache import choose_cross_run_cache_directory
     from bundle.data.corpus import decode_first_samples
     from bundle.data.loader import build_progress_callback
 
@@ -64,10 +64,10 @@ def check(
         ]
         size = len(questions.training)
     else:
-        corpus = prepare(job, choose_cache_directory(job, directory), build_progress_callback())
+        corpus = prepare(job, choose_cross_run_cache_directory(job, directory), build_progress_callback())
         identity, counts = dict(corpus.identity), count_data(job, corpus)
         sample_texts, data_lines = decode_first_samples(job, corpus, samples), format_data_lines(job, counts)
-        left_out_lines, size = list(list_left_out_rows(corpus)), len(corpus.training)
+        left_out_lines, size = list(list_left_out_reasons(corpus)), len(corpus.training)
     disk_space = run.estimate_disk(with_epochs_as_steps(job, size))
     if as_json:
         document = {"weights": initial_weights, "settings": build_settings_json(job), **counts}
@@ -94,7 +94,7 @@ def _refuse_other_data(run: RunDirectory, identity: Mapping[str, str]) -> None:
     from bundle.checkpoints.state import list_data_changes
 
     checkpoints = CheckpointDirectory(run.checkpoints)
-    if not (steps := checkpoints.list_steps()):
+    if not (steps := checkpoints.list_steps_newest_first()):
         return
     try:
         last_identity = state.read(checkpoints.get_path(steps[0])).state.metrics.get("data", {})
@@ -114,19 +114,19 @@ def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
 
     counts: dict[str, Any] = asdict(inspect(job, corpus))
     counts |= counts.pop("left_out")
-    counts["advice"] = list(_advise(job, counts["filled"]))
+    counts["advice"] = list(_list_packing_advice(job, counts["filled"]))
     return counts
 
 
-_LEAST_FILLED = 0.6  # the filled share of a row; below it, packs are faster
+_PACKING_ADVICE_FILLED_SHARE = 0.6  # the filled share of a row; below it, packs are faster
 
 
-def _advise(job: Recipe, filled: float) -> Iterator[str]:
+def _list_packing_advice(job: Recipe, filled: float) -> Iterator[str]:
     """Yield advice that would make the job faster, where the recipe allows it.
 
     `filled` is the filled share of each row.
     """
-    if job.task_traits.reads_text or job.data.packed or filled >= _LEAST_FILLED:
+    if job.task_traits.has_plain_text_rows or job.data.packed or filled >= _PACKING_ADVICE_FILLED_SHARE:
         return
     values = job.dump()
     values["data"]["packed"], values["train"]["micro_batch_size"] = True, 1
@@ -141,7 +141,7 @@ def _advise(job: Recipe, filled: float) -> Iterator[str]:
     )
 
 
-def list_left_out_rows(corpus: "Corpus") -> Iterator[str]:
+def list_left_out_reasons(corpus: "Corpus") -> Iterator[str]:
     """Yield messages about the first rows that did not become tokens unchanged."""
     validation_sets = (
         (f"data.validation_sets.{name}: ", set_left_out)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bundle.data.questions import Questions, QuestionSet
+    from bundle.data.questions import JoinedQuestions, Questions
 
 
 def count_questions(questions: "Questions") -> dict[str, Any]:
@@ -12,9 +12,9 @@ def count_questions(questions: "Questions") -> dict[str, Any]:
 
     They are rows, the longest question [tokens], skipped rows and deleted rows.
     """
-    counts = {"questions": _count_set(questions.training)}
+    counts = {"questions": _summarize_question_set(questions.training)}
     if questions.evaluation is not None:
-        counts["evaluation"] = _count_set(questions.evaluation)
+        counts["evaluation"] = _summarize_question_set(questions.evaluation)
     return counts
 
 
@@ -33,7 +33,7 @@ def decode_questions(questions: "Questions", count: int) -> list[str]:
     return [questions.tokenizer.decode(question.ids) for question in questions.draw(0, count)]
 
 
-def _count_set(questions: "QuestionSet") -> dict[str, int]:
+def _summarize_question_set(questions: "JoinedQuestions") -> dict[str, int]:
     lengths: Sequence[int] = [len(question.ids) for question in questions.questions]
     return {
         "rows": len(questions),

@@ -42,7 +42,7 @@ def doctor(
         image_record = image.read_own_record()
         report = {
             "schema": 1,
-            **_describe_node(installed_packages),
+            **_describe_node_software(installed_packages),
             "findings": machine.to_json_value(findings),
             "hardware": machine.to_json_value(local_hardware),
             "image": image_record.model_dump(by_alias=True)
@@ -74,7 +74,7 @@ def _run_acceptance(
     shutil.rmtree(runs_directory)
 
 
-def _describe_node(stack: InstalledPackages) -> dict[str, Any]:
+def _describe_node_software(stack: InstalledPackages) -> dict[str, Any]:
     """Return what a report says besides hardware and findings: everything that jobs depend on."""
     return {
         "node": socket.gethostname(),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bundle.mcore.torch_dist import TorchDistCheckpoint
     from bundle.packing.prompts import Prompt
 
-DEFAULT_TOKENS = 128
+DEFAULT_MAX_TOKENS = 128
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -58,9 +58,9 @@ def generate(
     as_json: options.JSON_OPTION = False,
 ) -> None:
     """Generate answers: with the chat template of the training, or as text that is continued."""
-    weights.refuse_missing(model)
-    weights.silence_megatron()
-    from bundle.data.prompts import Prompts
+    weights.refuse_missing_directory(model)
+    weights.silence_megatron_warnings()
+    from bundle.data.prompts import PromptBuilder
     from bundle.models.generation import GenerationOptions, generate_answers
 
     checkpoint, job = None, None
@@ -70,20 +70,22 @@ def generate(
             raise UsageError(
                 f"{model}: not a run of mcore-bundle. Make a Hugging Face directory with `weights export`"
             )
-    writer = Prompts.from_recipe(job) if job else Prompts.from_directory(model)
+    writer = PromptBuilder.from_recipe(job) if job else PromptBuilder.from_directory(model)
     media = {"image": images or [], "video": videos or []}
     encoded = [writer.build_prompt(prompt, media) for prompt in prompts]
-    positions = job.architecture.max_position_embeddings if job else _read_positions(model)
-    sampling = GenerationOptions(limit_tokens(max_tokens, encoded, positions), temperature, top_p, seed)
-    text = TextStream(writer.tokenizer.decode, writer.end_tokens, as_json=as_json)
-    with open_weights(model, checkpoint, job) as directory:
+    positions = job.architecture.max_position_embeddings if job else _read_max_position_embeddings(model)
+    sampling = GenerationOptions(
+        compute_max_answer_tokens(max_tokens, encoded, positions), temperature, top_p, seed
+    )
+    text = AnswerPrinter(writer.tokenizer.decode, writer.end_tokens, as_json=as_json)
+    with open_hugging_face_directory(model, checkpoint, job) as directory:
         answer_ids = generate_answers(directory, encoded, writer.end_tokens, sampling, text.add)
         for prompt in prompts:
             text.begin(prompt if len(prompts) > 1 else None)
             text.close(prompt, next(answer_ids))
 
 
-class TextStream:
+class AnswerPrinter:
     """Prints an answer while its tokens come, or as one JSON object when it is complete."""
 
     def __init__(
@@ -123,7 +125,7 @@ class TextStream:
             self._text_start, self._printed = self._printed, len(self._ids)
 
 
-def _read_positions(directory: Path) -> int | None:
+def _read_max_position_embeddings(directory: Path) -> int | None:
     """Return the number of positions in the config of a directory; None where it has none."""
     config: Any = read_config(directory)
     text = config.get("text_config")
@@ -131,11 +133,13 @@ def _read_positions(directory: Path) -> int | None:
     return positions if type(positions) is int else None
 
 
-def limit_tokens(max_tokens: int | None, prompts: Sequence["Prompt"], positions: int | None) -> int:
+def compute_max_answer_tokens(
+    max_tokens: int | None, prompts: Sequence["Prompt"], positions: int | None
+) -> int:
     """Return the most tokens of an answer. Raise UsageError for more than the positions allow."""
     longest = max(len(prompt.ids) for prompt in prompts)
     if positions is None:
-        return max_tokens or DEFAULT_TOKENS
+        return max_tokens or DEFAULT_MAX_TOKENS
     if (free_positions := positions - longest) < 1:
         raise UsageError(
             f"--prompt: the longest has {longest:,} tokens, and the model {positions:,} positions"
@@ -147,17 +151,19 @@ def limit_tokens(max_tokens: int | None, prompts: Sequence["Prompt"], positions:
             f" (max_position_embeddings) hold behind a prompt of {longest:,} tokens. Set it to"
             f" {free_positions:,}."
         )
-    return max_tokens or min(DEFAULT_TOKENS, free_positions)
+    return max_tokens or min(DEFAULT_MAX_TOKENS, free_positions)
 
 
 @contextmanager
-def open_weights(model: Path, checkpoint: "TorchDistCheckpoint | None", job: Recipe | None) -> Iterator[Path]:
+def open_hugging_face_directory(
+    model: Path, checkpoint: "TorchDistCheckpoint | None", job: Recipe | None
+) -> Iterator[Path]:
     """Yield a Hugging Face directory of the model; for a checkpoint, one that is removed at the end."""
     if checkpoint is None or job is None:
         yield model
         return
     from bundle.checkpoints import manifest, state
-    from bundle.models.conversion import to_hugging_face
+    from bundle.models.conversion import write_full_hugging_face_model
     from bundle.models.merging import find_base
 
     if base := find_base(job):
@@ -170,5 +176,7 @@ def open_weights(model: Path, checkpoint: "TorchDistCheckpoint | None", job: Rec
         state.refuse_other_weights(step, saved, digests)
     with tempfile.TemporaryDirectory(prefix="generate-") as folder:
         exported = Path(folder, "hf")
-        to_hugging_face(checkpoint, PublishedModel.from_recipe(job), exported, job.model.dtype, base)
+        write_full_hugging_face_model(
+            checkpoint, PublishedModel.from_recipe(job), exported, job.model.dtype, base
+        )
         yield exported

@@ -10,7 +10,7 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.building import DEFAULT_EPOCHS, KeyChoice, TaskSpec, build_recipe
+from bundle.cli.building import DEFAULT_EPOCHS_BY_TASK, KeyChoice, TaskSpec, build_recipe
 from bundle.cli.request import JobRequest
 from bundle.errors import UsageError
 from bundle.recipe.document import to_yaml
@@ -27,7 +27,8 @@ def init(
     task: Annotated[
         str,
         typer.Option(
-            callback=options.allow_only(DEFAULT_EPOCHS), help=f"Choose one of {', '.join(DEFAULT_EPOCHS)}."
+            callback=options.allow_only(DEFAULT_EPOCHS_BY_TASK),
+            help=f"Choose one of {', '.join(DEFAULT_EPOCHS_BY_TASK)}.",
         ),
     ] = "sft",
     lora: options.Lora = False,
@@ -37,7 +38,11 @@ def init(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", parser=options.read_path, metavar="FILE", help="Where to write the recipe."
+            "--output",
+            "-o",
+            parser=options.parse_nonempty_path,
+            metavar="FILE",
+            help="Where to write the recipe.",
         ),
     ] = Path("recipe.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
@@ -49,7 +54,7 @@ def init(
         )
     request = JobRequest(overrides=overrides)
     built = build_recipe(TaskSpec(task, model, data, lora, epochs, hardware, request))
-    files.write_text(output, _HEAD_COMMENT + "".join(_format_commented_yaml(_build_tree(built.choices))))
+    files.write_text(output, _HEAD_COMMENT + "".join(_format_yaml_with_reasons(_build_tree(built.choices))))
     shell_path = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
     print(f"written: {output}")
     print("\n".join(f"next: mcore-bundle {verb} {shell_path}" for verb in ("plan", "check", "train")))
@@ -67,10 +72,10 @@ def _build_tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
     return tree
 
 
-def _format_commented_yaml(tree: Mapping[str, Any]) -> Iterator[str]:
+def _format_yaml_with_reasons(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yield YAML with a comment, the reason, before each key."""
     for name, node in tree.items():
         if isinstance(node, KeyChoice):
             yield f"# {node.reason}\n{to_yaml({name: node.value})}"
         else:
-            yield f"{name}:\n{indent(''.join(_format_commented_yaml(node)), '  ')}"
+            yield f"{name}:\n{indent(''.join(_format_yaml_with_reasons(node)), '  ')}"

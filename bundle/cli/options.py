@@ -19,16 +19,16 @@ Overrides = Annotated[
 ]
 
 
-def read_name(text: str) -> str:
+def check_nonempty_name(text: str) -> str:
     """Return a name as it is. Raise BadParameter for an empty one, which would mean the working directory."""
     if not text.strip():
         raise typer.BadParameter("names nothing (it is empty). Name a file or a directory.")
     return text
 
 
-def read_path(name: str | Path) -> Path:
+def parse_nonempty_path(name: str | Path) -> Path:
     """Return the path of a name that is not empty."""
-    return Path(read_name(str(name)))
+    return Path(check_nonempty_name(str(name)))
 
 
 RunDirectory = Annotated[
@@ -36,7 +36,7 @@ RunDirectory = Annotated[
     typer.Option(
         "--run-directory",
         "--output",
-        parser=read_path,
+        parser=parse_nonempty_path,
         metavar="DIRECTORY",
         help="Set the run directory: a new or empty one, or an earlier run. Default: runs/NAME.",
     ),
@@ -44,13 +44,17 @@ RunDirectory = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        parser=read_name, metavar="DIR", help="Train this Hugging Face directory: config, weights, tokenizer."
+        parser=check_nonempty_name,
+        metavar="DIR",
+        help="Train this Hugging Face directory: config, weights, tokenizer.",
     ),
 ]
 Data = Annotated[
     list[str],
     typer.Option(
-        parser=read_name, metavar="FILE", help="Train on this file of rows; may be given several times."
+        parser=check_nonempty_name,
+        metavar="FILE",
+        help="Train on this file of rows; may be given several times.",
     ),
 ]
 Lora = Annotated[
@@ -66,7 +70,7 @@ Rollouts = Annotated[
     Path | None,
     typer.Option(
         "--rollouts",
-        parser=read_path,
+        parser=parse_nonempty_path,
         metavar="DIRECTORY",
         help="Learn from the answers of a run (its folder rollouts), and generate none; for task rl.",
     ),
@@ -123,20 +127,21 @@ Hardware = Annotated[
 Backend = Annotated[
     str,
     typer.Option(
-        callback=allow_only(hardware.BACKEND_CHOICES),
-        help=f"Choose one of {', '.join(hardware.BACKEND_CHOICES)}. Default: the recipe's.",
+        callback=allow_only(hardware.BACKEND_CHOICES_WITH_AUTO),
+        help=f"Choose one of {', '.join(hardware.BACKEND_CHOICES_WITH_AUTO)}. Default: the recipe's.",
     ),
 ]
 # For a verb without a recipe.
 MachineBackend = Annotated[
     str,
     typer.Option(
-        callback=allow_only(hardware.BACKEND_CHOICES), help=f"One of {', '.join(hardware.BACKEND_CHOICES)}."
+        callback=allow_only(hardware.BACKEND_CHOICES_WITH_AUTO),
+        help=f"One of {', '.join(hardware.BACKEND_CHOICES_WITH_AUTO)}.",
     ),
 ]
 
 
-def _choose_level(level: str) -> str:
+def _set_log_level(level: str) -> str:
     if level:
         log.choose_level(level)
     return level
@@ -147,9 +152,9 @@ LogLevel = Annotated[
     str,
     typer.Option(
         metavar="LEVEL",
-        callback=_choose_level,
+        callback=_set_log_level,
         help=(
-            f"{', '.join(log.LEVELS)}: lowest level to print. Default: ${log.LEVEL_VARIABLE}, else"
+            f"{', '.join(log.LEVEL_NAMES)}: lowest level to print. Default: ${log.LEVEL_VARIABLE}, else"
             f" {log.DEFAULT_LEVEL}."
         ),
     ),

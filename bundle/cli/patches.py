@@ -13,9 +13,13 @@ from bundle.environment import BACKENDS, interpreters, packages
 from bundle.environment.packages import InstalledPackages
 from bundle.errors import ExitCode
 from bundle.patches import Decision, PatchAction, hook
-from bundle.patches.entry import NO_ASSUMPTION, normalize_features, resolve_features
+from bundle.patches.entry import NO_CALLER_ASSUMPTION, add_universal_features, parse_features
 from bundle.patches.hook import HookArguments
-from bundle.patches.megatron_core import find_installed_core, find_named_core, load_review_table
+from bundle.patches.megatron_core import (
+    find_installed_or_default_core,
+    load_review_table,
+    resolve_core_path_or_version,
+)
 from bundle.patches.plan import Survey, survey_patches
 
 app = typer.Typer(
@@ -43,10 +47,12 @@ def plan(
     log_level: options.LogLevel = "",
 ) -> None:
     """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
-    features, backend = _read_recipe_features(recipe, backend)
+    features, backend = _read_recipe_features_and_backend(recipe, backend)
     installed_packages, table = packages.detect(), load_review_table()
     patch_survey = survey_patches(
-        find_named_core(mcore, table) if mcore else find_installed_core(installed_packages, table),
+        resolve_core_path_or_version(mcore, table)
+        if mcore
+        else find_installed_or_default_core(installed_packages, table),
         table,
         installed_packages,
         backend=backend or None,
@@ -59,7 +65,7 @@ def plan(
         if as_json
         else "\n".join(_format_lines(patch_survey))
     )
-    patch_survey.check()
+    patch_survey.raise_for_blocking_decisions()
 
 
 @app.command()
@@ -136,7 +142,10 @@ def list_(as_json: options.JSON_OPTION = False) -> None:
     rows += [("trap", trap.id, trap.range, f"{trap.why} {trap.instead}", "") for trap in TRAPS]
     rows += [
         ("facade", target, "", f"{backend}: {why}", "")
-        for backend, facade in (("cpu", cpu.FACADE), ("ascend", ascend.FACADE))
+        for backend, facade in (
+            ("cpu", cpu.REPLACEMENT_REASONS_BY_TARGET),
+            ("ascend", ascend.REPLACEMENT_REASONS_BY_TARGET),
+        )
         for target, why in facade.items()
     ]
     if as_json:
@@ -149,7 +158,7 @@ def list_(as_json: options.JSON_OPTION = False) -> None:
     else:
         print(
             "\n".join(
-                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}{_format_assumption(assumes)}"
+                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}{_format_assumption_suffix(assumes)}"
                 for kind, name, within, why, assumes in rows
             )
         )
@@ -165,7 +174,7 @@ def new(
     print(create_patch_files(patch_id, Path.cwd()))
 
 
-def _read_recipe_features(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
+def _read_recipe_features_and_backend(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
     """Return (features, backend) of a recipe; a backend on the command line wins."""
     if not recipe:
         return None, backend
@@ -201,14 +210,16 @@ def _format_lines(patch_survey: Survey) -> list[str]:
     lines = [str(patch_survey.core)]
     for decision in patch_survey.decisions:
         unproven = "" if decision.proven else " [unproven]"
-        assumption = _format_assumption(decision.assumes) if decision.action is PatchAction.APPLY else ""
+        assumption = (
+            _format_assumption_suffix(decision.assumes) if decision.action is PatchAction.APPLY else ""
+        )
         lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}{assumption}")
     return lines
 
 
-def _format_assumption(assumption: str) -> str:
+def _format_assumption_suffix(assumption: str) -> str:
     """Return the end of a line about a patch: what the patch assumes of its caller, if anything."""
-    return "" if assumption in ("", NO_ASSUMPTION) else f" (assumes that {assumption})"
+    return "" if assumption in ("", NO_CALLER_ASSUMPTION) else f" (assumes that {assumption})"
 
 
 Environment = Annotated[
@@ -237,19 +248,19 @@ def enable(
     from bundle.patches import external_program
 
     arguments = HookArguments(
-        normalize_features(features.split(",")), tuple(vouch or ()), tuple(allow_drift or ()), backend
+        parse_features(features.split(",")), tuple(vouch or ()), tuple(allow_drift or ()), backend
     )
     sites = interpreters.query_sites(env or sys.executable)
-    stack = InstalledPackages(interpreters.read_search_path(sites.python))
+    stack = InstalledPackages(interpreters.reconstruct_search_path(sites.python))
     messages = ["there is no megatron-core here yet: programs that bring one are patched"]
     if stack.megatron.core is not None:
         patch_survey, _ = external_program.plan_patches(
             stack, arguments.features, vouched=arguments.vouched, allowed=arguments.allowed, backend=backend
         )
-        used_features = resolve_features(arguments.features)
+        used_features = add_universal_features(arguments.features)
         messages = [
-            *external_program.format_lines(patch_survey),
-            *external_program.iter_warnings(patch_survey, used_features),
+            *external_program.format_plan_lines(patch_survey),
+            *external_program.list_unfixed_defect_warnings(patch_survey, used_features),
         ]
     written = hook.install(sites, arguments)
     print(

@@ -13,14 +13,20 @@ from bundle.errors import EnvironmentUnfit, ExitCode
 from bundle.patches import hook
 from bundle.patches.audit import Audit, AuditedDefect, DefectStatus
 from bundle.patches.audit import audit as examine
-from bundle.patches.entry import NO_ASSUMPTION, DefectKind, Patch, describe_features, resolve_features
+from bundle.patches.entry import (
+    NO_CALLER_ASSUMPTION,
+    DefectKind,
+    Patch,
+    add_universal_features,
+    format_non_implicit_features,
+)
 from bundle.patches.hook import Hook, HookArguments
 from bundle.patches.megatron_core import (
     MegatronCore,
     ReviewTable,
-    find_installed_core,
-    find_named_core,
+    find_installed_or_default_core,
     load_review_table,
+    resolve_core_path_or_version,
 )
 
 _INDENT = " " * 13
@@ -28,15 +34,15 @@ _INDENT = " " * 13
 
 def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
     """Print the silent defects; end with 4 where one reaches the jobs."""
-    used_features, table = resolve_features(features.split(",")), load_review_table()
-    stack = InstalledPackages(interpreters.read_search_path(env)) if env else packages.detect()
+    used_features, table = add_universal_features(features.split(",")), load_review_table()
+    stack = InstalledPackages(interpreters.reconstruct_search_path(env)) if env else packages.detect()
     if (
         not env
         and not mcore
         and stack.megatron.core is None
         and (active := interpreters.find_other_environment())
     ):
-        stack = InstalledPackages(interpreters.read_search_path(env := active))
+        stack = InstalledPackages(interpreters.reconstruct_search_path(env := active))
     audit_report = examine(_find_megatron_core(mcore, stack, table, env), table, stack, used_features)
     hooks = hook.find_hooks(interpreters.find_sites(env) if env else interpreters.list_own_sites())
     document = {
@@ -48,13 +54,13 @@ def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
         if as_json
         else "\n".join(_format_lines(audit_report, used_features, hooks))
     )
-    if audit_report.reaching_defects:
+    if audit_report.present_silent_defects:
         raise typer.Exit(int(ExitCode.PATCHES))
 
 
 def _find_megatron_core(mcore: str, stack: InstalledPackages, table: ReviewTable, env: str) -> MegatronCore:
     if mcore:
-        return find_named_core(mcore, table)
+        return resolve_core_path_or_version(mcore, table)
     if stack.megatron.core is None:
         archive = stack.megatron.archive
         reason = f"megatron-core is in a zip ({archive})" if archive else "megatron-core is not installed"
@@ -62,7 +68,7 @@ def _find_megatron_core(mcore: str, stack: InstalledPackages, table: ReviewTable
             f"{files.to_printable(env or 'this environment')}: {reason}. Name another environment with"
             " --env PYTHON, or a source tree with --mcore PATH"
         )
-    return find_installed_core(stack, table)
+    return find_installed_or_default_core(stack, table)
 
 
 def _build_document(audit_report: Audit, env: str, used_features: frozenset[str] | None) -> dict[str, Any]:
@@ -75,7 +81,7 @@ def _build_document(audit_report: Audit, env: str, used_features: frozenset[str]
             for p in audit_report.frameworks
         ],
         "features": None if used_features is None else sorted(used_features),
-        "reaching": [defect.entry.id for defect in audit_report.reaching_defects],
+        "reaching": [defect.entry.id for defect in audit_report.present_silent_defects],
         "defects": [_build_row(defect) for defect in audit_report.defects],
         "upgrades": [
             {"release": upgrade.release, "left": upgrade.remaining_ids, "new": upgrade.new_ids}
@@ -129,16 +135,15 @@ def _format_lines(
         for status, label in _STATUS_LABELS.items()
         if (count := sum(defect.status is status for defect in silent)) or status is DefectStatus.PRESENT
     ]
-    jobs = f"a job with {describe_features(used_features)}" if used_features else "any job"
+    jobs = f"a job with {format_non_implicit_features(used_features)}" if used_features else "any job"
     lines += [f"silent defects that reach {jobs}: {', '.join(counts)}", ""]
     lines += _describe_defects(silent, used_features)
     if slow:
         lines += ["defects that cost time or memory:", "", *_describe_defects(slow, used_features)]
     for upgrade in audit_report.upgrades:
         new = f", and has these new defects: {', '.join(upgrade.new_ids)}" if upgrade.new_ids else ""
-        remaining = (
-            f"{len(upgrade.remaining_ids) or 'none'} of the {len(audit_report.reaching_defects)} defects"
-        )
+        count = len(audit_report.present_silent_defects)
+        remaining = f"{len(upgrade.remaining_ids) or 'none'} of the {count} defects"
         lines.append(f"megatron-core {upgrade.release} has {remaining} above{new}")
     if errors:
         lines.append(f"defects that end in an error: {', '.join(defect.entry.id for defect in errors)}")
@@ -168,9 +173,11 @@ def _format_framework(package: Package) -> str:
 
 def _format_defect(defect: AuditedDefect, used_features: frozenset[str] | None) -> list[str]:
     entry = defect.entry
-    features = describe_features(entry.when)
+    features = format_non_implicit_features(entry.when)
     unless = (
-        "" if isinstance(entry, Patch) or not entry.unless else f" without {describe_features(entry.unless)}"
+        ""
+        if isinstance(entry, Patch) or not entry.unless
+        else f" without {format_non_implicit_features(entry.unless)}"
     )
     if used_features is None:
         condition = f"  if you use {features}{unless}" if features else "  in any job"
@@ -192,7 +199,9 @@ def _list_advice(defect: AuditedDefect) -> list[str]:
         advice.append(f"Use megatron-core {defect.fixing_minor} or later.")
     if isinstance(entry, Patch):
         if defect.has_patch:
-            assumption = "" if entry.assumes in ("", NO_ASSUMPTION) else f" (it assumes that {entry.assumes})"
+            assumption = (
+                "" if entry.assumes in ("", NO_CALLER_ASSUMPTION) else f" (it assumes that {entry.assumes})"
+            )
             advice.append(f"Apply mcore-bundle's patch {entry.id}{assumption}.")
     else:
         advice.append(entry.instead)

@@ -9,7 +9,7 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.request import LOCAL, JobRequest, Machines, expand_options, plan_job
+from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines, expand_options, plan_job
 from bundle.environment import image
 from bundle.errors import ExitCode
 from bundle.launch import outcomes
@@ -17,7 +17,7 @@ from bundle.launch.command import Launch, build_command
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.starters import DEFAULT_PORT
 from bundle.planning import Plan, Problem, to_json, to_text
-from bundle.planning.inputs import find_missing_files
+from bundle.planning.inputs import find_non_weight_problems
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -46,14 +46,14 @@ def plan(
     is_remote = bool(machines.hardware or image_record)
     start_weights, problems = "", list[Problem]()
     if not is_remote:
-        start_weights, problems = RunDirectory(directory).inspect_start(
+        start_weights, problems = RunDirectory(directory).describe_weights_and_problems(
             loaded_recipe, request.build_start(fresh=fresh)
         )
     planned = plan_job(
         loaded_recipe,
         request,
         machines,
-        image_record if is_remote else LOCAL,
+        image_record if is_remote else CURRENT_ENVIRONMENT_RECORD,
         fresh=fresh,
         problems=problems,
         weights=start_weights,
@@ -62,7 +62,7 @@ def plan(
     if is_remote:
         missing = (
             f"{problem.text} (checked on this machine; mount it on the nodes)"
-            for problem in find_missing_files(loaded_recipe)
+            for problem in find_non_weight_problems(loaded_recipe)
         )
         job_plan = job_plan._replace(notes=(*job_plan.notes, *missing))
     run_command = start_command = ""
@@ -118,6 +118,6 @@ def _format_torchrun_command(job_plan: Plan, arguments: list[str], directory: Pa
         rendezvous=rendezvous,
         per_node=job_plan.per_node,
         logs=outcomes.find_next_log_folder(directory, 0),
-        environment=job_plan.variables,
+        environment=job_plan.environment_variables,
     )
-    return build_command(launch, {}).to_shell()
+    return build_command(launch, {}).to_redacted_shell()

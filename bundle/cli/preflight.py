@@ -31,7 +31,7 @@ def preflight(
     nodes: Annotated[int | None, typer.Option(help="Test these machines together; start it on each.")] = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
-    wait: options.Wait = command.WAIT_SECONDS,
+    wait: options.Wait = command.NODE_WAIT_SECONDS,
     as_json: options.JSON_OPTION = False,
     log_level: options.LogLevel = "",
 ) -> None:

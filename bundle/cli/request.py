@@ -19,7 +19,7 @@ from bundle.recipe import Recipe, load
 if TYPE_CHECKING:
     from bundle.launch.job import Job
 
-LOCAL: Final = "local"
+CURRENT_ENVIRONMENT_RECORD: Final = "local"
 # The record of the job's image. None: it is not one of our images; undecided: its content is unknown;
 # local: the job runs in the environment of this process.
 ImageContents = BuildInfo | Literal["undecided", "local"] | None
@@ -48,7 +48,7 @@ class JobRequest:
 
     def find_run_directory(self, recipe: Recipe) -> Path:
         """Return the run directory."""
-        return self.run_directory or recipe.run_directory
+        return self.run_directory or recipe.default_run_directory
 
     def build_start(self, *, fresh: bool = False) -> Start:
         """Return the start of the run."""
@@ -63,7 +63,7 @@ class Machines:
     hardware: options.Hardware = ""
 
 
-_RECIPE_MACHINES = Machines()
+_LOCAL_MACHINE = Machines()
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,20 @@ class PlannedJob:
         """Return the job. Raise what a plan with problems raises."""
         from bundle.launch.job import from_plan  # a printed plan does not need it
 
-        self.plan.refuse()
+        self.plan.raise_gravest_problem()
         return from_plan(
             self.plan,
             self.request.find_run_directory(self.plan.recipe),
             start=self.request.build_start(fresh=self.fresh),
-            record=image.read_own_record() if self.record == LOCAL else self.record,
+            record=image.read_own_record() if self.record == CURRENT_ENVIRONMENT_RECORD else self.record,
         )
 
 
 def plan_job(
     recipe: Recipe,
     request: JobRequest,
-    machines: Machines = _RECIPE_MACHINES,
-    record: ImageContents = LOCAL,
+    machines: Machines = _LOCAL_MACHINE,
+    record: ImageContents = CURRENT_ENVIRONMENT_RECORD,
     *,
     fresh: bool = False,
     problems: Sequence[Problem] = (),
@@ -108,7 +108,7 @@ def plan_job(
         recipe,
         backend=request.backend or None,
         hardware_name=machines.hardware or None,
-        mcore=request.mcore or (image_record.megatron if image_record else ""),
+        mcore=request.mcore or (image_record.megatron_version if image_record else ""),
         allow_drift=request.allow_drift or (),
         nodes=machines.nodes,
         per_node=request.devices_per_node,

@@ -28,15 +28,15 @@ def resolve(
     if as_json:
         print(json.dumps(_build_document(answer, backend, mcore), indent=2))
     elif answer.best is not None:
-        print("\n".join(_format_lines(answer.best, answer, mcore)))
+        print("\n".join(_format_pip_constraints(answer.best, answer, mcore)))
     if answer.best is None:
         raise EnvironmentUnfit(
             f"megatron-core{' ' + mcore if mcore else ''} was never seen on {backend}; nearest:",
-            [*map(_format_combination, answer.nearest), *map(_format_image_pins, answer.images)],
+            [*map(_format_combination, answer.nearest), *map(_format_unproven_image_pins, answer.images)],
         )
 
 
-def _format_lines(combination: Combination, answer: CombinationAdvice, mcore: str) -> list[str]:
+def _format_pip_constraints(combination: Combination, answer: CombinationAdvice, mcore: str) -> list[str]:
     lines = [f"# seen together on {combination.backend}, Python {combination.packages[PYTHON]}:"]
     for listed in (combination, *answer.same_versions):
         source = f", {listed.source}" if listed.source else ""
@@ -44,7 +44,9 @@ def _format_lines(combination: Combination, answer: CombinationAdvice, mcore: st
         lines += [f"#     {proof}" for proof in listed.proven]
     if combination.device == EMULATED_DEVICE:
         lines.append("# emulated: the vendor's libraries were stand-ins, and nothing ran on a device")
-    lines += [f"# not this: {_format_image_pins(image)}" for image in answer.images if image.unproven]
+    lines += [
+        f"# not this: {_format_unproven_image_pins(image)}" for image in answer.images if image.unproven
+    ]
     pins = _list_pins(combination, mcore)
     width = max(len(f"{name}=={version}") for name, version, _ in pins)
     return lines + [f"{f'{name}=={version}':<{width}}  # {reason}" for name, version, reason in pins]
@@ -72,7 +74,7 @@ def _format_combination(combination: Combination) -> str:
     )
 
 
-def _format_image_pins(image: compatibility.PinnedImage) -> str:
+def _format_unproven_image_pins(image: compatibility.PinnedImage) -> str:
     pins = ", ".join(f"{name} {version}" for name, version in image.packages.items())
     unproven = ", ".join(image.unproven)
     return f"the image stack {image.stack} pins {pins}; never run beside that megatron-core: {unproven}"

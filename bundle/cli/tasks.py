@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import typer
 
-from bundle.cli import ignore_lost_output, options
+from bundle.cli import ignore_stdout_write_errors, options
 from bundle.cli.building import BuiltRecipe, TaskSpec, build_recipe
-from bundle.cli.check import count_data, format_data_lines, list_left_out_rows, print_left_out_rows
+from bundle.cli.check import count_data, format_data_lines, list_left_out_reasons, print_left_out_rows
 from bundle.cli.request import JobRequest, expand_options
 from bundle.cli.train import decide_job, put_megatron_on_path, run_job
 from bundle.errors import UsageError
@@ -31,7 +31,7 @@ def build_app(task: str, help_text: str) -> typer.Typer:
         epochs: options.Epochs = None,
         fresh: options.Fresh = False,
     ) -> None:
-        ignore_lost_output()  # the run directory has all results
+        ignore_stdout_write_errors()  # the run directory has all results
         run_task(TaskSpec(task, model, data, lora, epochs, request=request), fresh=fresh)
 
     return app
@@ -48,13 +48,13 @@ def run_task(spec: TaskSpec, *, fresh: bool) -> None:
         )
     built = build_recipe(spec)
     job = decide_job(built.recipe, spec.request, rendezvous, fresh=fresh)
-    print("\n".join(_format_choices(built)), flush=True)
-    print_left_out_rows(list_left_out_rows(built.corpus))
+    print("\n".join(_format_choices_and_data(built)), flush=True)
+    print_left_out_rows(list_left_out_reasons(built.corpus))
     run_job(job, rendezvous)
     print("\n".join(_format_result(job)))
 
 
-def _format_choices(built: BuiltRecipe) -> list[str]:
+def _format_choices_and_data(built: BuiltRecipe) -> list[str]:
     """Return lines about the choices for a run."""
     width = max(len(choice.key) for choice in built.choices)
     lines = [f"  {choice.key:<{width}}  {choice.value}  ({choice.reason})" for choice in built.choices]
@@ -70,6 +70,6 @@ def _format_result(job: Job) -> list[str]:
     model = job.directory if export in (None, "peft") else run.build_export_path(export)
     lines.append(f"try it: {shlex.join(['mcore-bundle', 'generate', str(model), '--prompt', 'Hello'])}")
     train_arguments = ["mcore-bundle", "train", str(run.recipe)]
-    if job.directory != job.recipe.run_directory:
+    if job.directory != job.recipe.default_run_directory:
         train_arguments += ["--run-directory", str(job.directory)]
     return [*lines, f"its recipe: {shlex.join(train_arguments)}"]

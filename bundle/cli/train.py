@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bundle import files
-from bundle.cli import ignore_lost_output, options
+from bundle.cli import ignore_stdout_write_errors, options
 from bundle.cli.disk_space import warn_disk_space
 from bundle.cli.request import JobRequest, Machines, expand_options, plan_job
 from bundle.environment import hardware, machine, packages
@@ -20,7 +20,7 @@ from bundle.environment.doctor import check_packages
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, UsageError
-from bundle.imports import pause_collection
+from bundle.imports import pause_gc_and_freeze
 from bundle.launch import command, events, nodes, outcomes, process
 from bundle.launch import job as job_file
 from bundle.launch.causes import FailureKind
@@ -32,14 +32,14 @@ from bundle.launch.spares import NodeRunnerWithSpares
 from bundle.launch.verdict import Verdict
 from bundle.patches import megatron_core
 from bundle.planning import Problem, to_hardware_problem, to_recipe_problem
-from bundle.planning.plan import refuse
+from bundle.planning.plan import raise_gravest_problem
 from bundle.planning.problems import find_device_problems, find_open_file_problems
 from bundle.recipe import Recipe
 from bundle.runs.directory import DirectoryInUse, RunDirectory, find_newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # The parameters about this node, which ranks get from their starter.
-_NODE_PARAMETERS = {
+_LAUNCHER_ONLY_PARAMETERS = {
     "nodes",
     "node_rank",
     "rendezvous",
@@ -50,7 +50,7 @@ _NODE_PARAMETERS = {
     "as_json",
 }
 # The parameters allowed with --job: about this node and its packages, not about the job.
-_JOB_FILE_PARAMETERS = _NODE_PARAMETERS | {"job", "mcore", "wait", "log_level"}
+_JOB_FILE_COMPATIBLE_PARAMETERS = _LAUNCHER_ONLY_PARAMETERS | {"job", "mcore", "wait", "log_level"}
 
 
 @app.command()
@@ -66,7 +66,7 @@ def train(
     nodes: Annotated[int | None, typer.Option(help="Run on these machines; start it on each.")] = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
-    wait: options.Wait = command.WAIT_SECONDS,
+    wait: options.Wait = command.NODE_WAIT_SECONDS,
     restarts: options.Restarts = 0,
     spares: options.Spares = 0,
     preflight: options.Preflight = False,
@@ -81,7 +81,7 @@ def train(
     if bool(recipe) is (job is not None):
         raise UsageError("give exactly one of these: a recipe or --job FILE")
     if not dry_run:
-        ignore_lost_output()  # the run directory has all results
+        ignore_stdout_write_errors()  # the run directory has all results
     request = put_megatron_on_path(request)
 
     def discover_rendezvous(planned_nodes: int) -> Rendezvous:
@@ -96,10 +96,10 @@ def train(
             raise UsageError(
                 f"--json: {node_rendezvous.reason}, but only the command that starts ranks has events"
             )
-        return _check_spares(spares, node_rendezvous)
+        return _refuse_impossible_spares(spares, node_rendezvous)
 
     if job is not None:
-        if conflicting := options.list_set_parameters(context) - _JOB_FILE_PARAMETERS:
+        if conflicting := options.list_set_parameters(context) - _JOB_FILE_COMPATIBLE_PARAMETERS:
             raise UsageError(
                 f"--job {job}: the job file already sets {', '.join(sorted(conflicting))}. Leave these"
                 " options out"
@@ -107,8 +107,10 @@ def train(
         decided_job = job_file.load(job)
         node_rendezvous = discover_rendezvous(decided_job.nodes)
         if node_rendezvous.is_rank:
-            _run_as_rank(node_rendezvous, lambda: job_file.decide_patches(decided_job), decided_job, wait)
-        _check_job(decided_job, node_rendezvous, node_rendezvous.nodes - spares)
+            _run_rank_and_exit(
+                node_rendezvous, lambda: job_file.decide_patches(decided_job), decided_job, wait
+            )
+        _check_node_fitness_for_job(decided_job, node_rendezvous, node_rendezvous.nodes - spares)
     else:
         loaded_recipe = request.load_recipe(recipe)
         node_rendezvous = discover_rendezvous(loaded_recipe.devices.nodes)
@@ -119,11 +121,11 @@ def train(
             )
 
         if node_rendezvous.is_rank:
-            _run_as_rank(node_rendezvous, decide, None, wait)
+            _run_rank_and_exit(node_rendezvous, decide, None, wait)
         decided_job = decide()
     if dry_run:
         # The commands have the user's options, as the ranks' job file does not exist yet.
-        arguments = ("train", *options.build_arguments(context, _NODE_PARAMETERS))
+        arguments = ("train", *options.build_arguments(context, _LAUNCHER_ONLY_PARAMETERS))
         first_node = node_rendezvous._replace(nodes=decided_job.nodes)
         node_launches = (
             job_file.build_launch(decided_job, first_node._replace(node_rank=node), wait)
@@ -154,8 +156,8 @@ def decide_job(
 ) -> Job:
     """Return the job of a recipe on this machine. Raise what a plan with problems raises."""
     run = RunDirectory(request.find_run_directory(recipe))
-    _, problems = run.inspect_start(recipe, request.build_start(fresh=fresh))
-    problems += _find_starter_problems(request.devices_per_node or recipe.devices.per_node, rendezvous)
+    _, problems = run.describe_weights_and_problems(recipe, request.build_start(fresh=fresh))
+    problems += _find_ranks_per_node_problems(request.devices_per_node or recipe.devices.per_node, rendezvous)
     problems += () if is_dry else _find_package_problems()
     request = replace(request, devices_per_node=rendezvous.per_node or request.devices_per_node)
     machines = Machines(nodes=rendezvous.nodes - spares)
@@ -166,7 +168,7 @@ def run_job(
     job: Job,
     rendezvous: Rendezvous,
     *,
-    wait: int = command.WAIT_SECONDS,
+    wait: int = command.NODE_WAIT_SECONDS,
     restarts: int = 0,
     spares: int = 0,
     preflight: bool = False,
@@ -174,11 +176,11 @@ def run_job(
 ) -> None:
     """Run this node's ranks of a job to their end, or print that its run is finished."""
     run = RunDirectory(job.directory)
-    files.restrict_new_files()
+    files.restrict_umask_to_group()
     is_resumed = run.decide_resume(job.recipe, job.start)
-    with _announce(job, rendezvous, has_events=has_events):
+    with _announce_start_and_end(job, rendezvous, has_events=has_events):
         if is_resumed and run.is_finished(job.recipe):
-            print(run.describe_finished(), file=sys.stderr if has_events else sys.stdout)
+            print(run.format_finished_run_advice(), file=sys.stderr if has_events else sys.stdout)
             return
         if rendezvous.node_rank == 0:
             warn_disk_space(job.recipe, run)
@@ -191,7 +193,7 @@ def run_job(
 
 
 @contextmanager
-def _announce(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator[None]:
+def _announce_start_and_end(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator[None]:
     """Print the run directory at the start and at the end, or write the events of these."""
     if not has_events:
         line = f"run directory: {job.directory}\n" if rendezvous.node_rank == 0 else ""
@@ -202,7 +204,7 @@ def _announce(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator
             print(line, end="")
         return
     event_fields = {"run_directory": str(job.directory.absolute()), "node_rank": rendezvous.node_rank}
-    events.write_event(
+    events.print_event(
         "start", **event_fields, recipe=job.recipe.name, nodes=job.nodes, per_node=job.per_node
     )
     code = ExitCode.JOB_FAILED
@@ -216,7 +218,7 @@ def _announce(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator
         code = ExitCode.INTERRUPTED
         raise
     finally:
-        events.write_event("end", **event_fields, code=int(code))
+        events.print_event("end", **event_fields, code=int(code))
 
 
 def _run_preflight(job: Job, run: RunDirectory, rendezvous: Rendezvous, wait: int, spares: int) -> str:
@@ -250,13 +252,13 @@ def _run_ranks(
     has_events: bool,
 ) -> None:
     """Run the ranks of this node, and run them again where a restart may help."""
-    earlier_start = run.identify_start()
+    earlier_start = run.read_job_file_stamp()
 
     def start(placement: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
         # A run that has begun anew continues at a restart.
-        is_fresh = decided_job.start.fresh and run.identify_start() == earlier_start and not continues
+        is_fresh = decided_job.start.fresh and run.read_job_file_stamp() == earlier_start and not continues
         job = replace(decided_job, start=decided_job.start.model_copy(update={"fresh": is_fresh}))
-        with _hold_run_directory(run, placement):
+        with _lock_run_directory(run, placement):
             launch = replace(job_file.build_launch(job, placement, wait), has_events=has_events)
             process.run(launch, os.environ, alive)
 
@@ -272,7 +274,7 @@ def _run_ranks(
 
 
 @contextmanager
-def _hold_run_directory(run: RunDirectory, rendezvous: Rendezvous) -> Iterator[None]:
+def _lock_run_directory(run: RunDirectory, rendezvous: Rendezvous) -> Iterator[None]:
     """Lock the run directory within the context, on the node of rank 0.
 
     Raise LaunchFailed where it cannot be locked, after the nodes that wait for this one were told.
@@ -294,12 +296,12 @@ def _hold_run_directory(run: RunDirectory, rendezvous: Rendezvous) -> Iterator[N
                 if not (isinstance(error, DirectoryInUse) and error.holder.endswith(place)):
                     folder = outcomes.find_next_log_folder(run.root, rendezvous.node_rank)
                     with suppress(JobFailed):
-                        nodes.report_failed_start(folder, rendezvous, refusal)
+                        nodes.write_failed_start_verdict(folder, rendezvous, refusal)
                 raise LaunchFailed(refusal) from error
         yield
 
 
-def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
+def _refuse_impossible_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
     """Return the place of this process, after a check of the number of spare nodes.
 
     Raise UsageError where no other node is left, and where a rank gets the option.
@@ -321,7 +323,7 @@ def put_megatron_on_path(request: JobRequest) -> JobRequest:
     """
     if not (mcore := request.mcore):
         return request
-    named = megatron_core.find_named_core(mcore, megatron_core.load_review_table())
+    named = megatron_core.resolve_core_path_or_version(mcore, megatron_core.load_review_table())
     if named.root is not None:
         sys.path.insert(1, str(named.root))
         paths = (str(named.root), os.environ.get("PYTHONPATH", ""))
@@ -340,35 +342,35 @@ def put_megatron_on_path(request: JobRequest) -> JobRequest:
     return replace(request, mcore="")
 
 
-def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
+def _run_rank_and_exit(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
     """End this process as a rank; only a rank imports torch."""
-    with pause_collection():
+    with pause_gc_and_freeze():
         from bundle.worker import run_rank
 
     raise typer.Exit(int(run_rank(rendezvous, decide, job, wait)))
 
 
-def _check_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
+def _check_node_fitness_for_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
     """Raise the problems that keep this node from executing a job file."""
     if nodes != job.nodes:
         raise UsageError(
             f"the number of nodes is {nodes} (from {rendezvous.source}), but the job is for {job.nodes}"
         )
     local_hardware = hardware.detect(job.backend)
-    refuse(
+    raise_gravest_problem(
         job.recipe,
         [
-            *RunDirectory(job.directory).inspect_start(job.recipe, job.start)[1],
-            *_find_starter_problems(job.per_node, rendezvous),
+            *RunDirectory(job.directory).describe_weights_and_problems(job.recipe, job.start)[1],
+            *_find_ranks_per_node_problems(job.per_node, rendezvous),
             *_find_package_problems(),
             *find_device_problems(local_hardware, job.per_node),
             *find_open_file_problems(local_hardware, job.nodes, job.per_node),
         ],
     )
-    job_file.refuse_misfits(job)
+    job_file.check_node_environment(job)
 
 
-def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list[Problem]:
+def _find_ranks_per_node_problems(per_node: int | None, rendezvous: Rendezvous) -> list[Problem]:
     starter_per_node = rendezvous.per_node
     if per_node is None or starter_per_node is None or per_node == starter_per_node:
         return []

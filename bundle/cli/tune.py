@@ -12,15 +12,15 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.request import LOCAL, JobRequest, Machines, expand_options, plan_job
+from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines, expand_options, plan_job
 from bundle.environment import image
 from bundle.errors import JobFailed, UsageError, format_bytes
 from bundle.planning import Plan
-from bundle.planning.tuning import Candidate, Search, describe_layout, list_changes, search_candidates
+from bundle.planning.tuning import Candidate, Search, describe_layout, list_tuned_overrides, search_candidates
 from bundle.recipe import Recipe, load_values
 from bundle.recipe.document import to_yaml
 
-MOST_CANDIDATES = 10
+MAX_LISTED_CANDIDATES = 10
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -41,7 +41,10 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--write", parser=options.read_path, metavar="FILE", help="Write the recipe with the best layout."
+            "--write",
+            parser=options.parse_nonempty_path,
+            metavar="FILE",
+            help="Write the recipe with the best layout.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
@@ -55,17 +58,17 @@ def tune(
     loaded_recipe = request.load_recipe(recipe)
 
     def build(changed: Recipe) -> Plan:
-        return plan_job(changed, request, machines, contents or LOCAL).plan
+        return plan_job(changed, request, machines, contents or CURRENT_ENVIRONMENT_RECORD).plan
 
     base = build(loaded_recipe)
     if measure:
         _check_measurable(base, machines, record)
-    search = search_candidates(base, build, MOST_CANDIDATES)
-    search.refuse(base)
+    search = search_candidates(base, build, MAX_LISTED_CANDIDATES)
+    search.raise_without_candidates(base)
     arguments = [f"--mcore={mcore}"] * bool(mcore) + [f"--backend={base.hardware.backend}"]
     speeds = _measure_tokens_per_second(search.candidates[:measure], arguments)
     best = max(speeds, key=lambda number: speeds[number], default=0)
-    changes = list_changes(loaded_recipe, search.candidates[best].plan.recipe)
+    changes = list_tuned_overrides(loaded_recipe, search.candidates[best].plan.recipe)
     if as_json:
         print(json.dumps(_to_json(search, speeds, best, changes), indent=2))
     else:
@@ -114,17 +117,18 @@ def _format_search(base: Plan, search: Search, speeds: dict[int, float], best: i
     yield f"recipe       {base.recipe.name}: up to {base.step_tokens:,} tokens a step"
     yield f"hardware     {base.hardware.reason}; {base.world} {'rank' if base.world == 1 else 'ranks'}"
     yield f"searched     {search.legal:,} layouts are allowed, {search.planned:,} plans were made"
-    if base.roofline.place:
-        yield f"predicted    times are those{base.roofline.place}: only their order counts"
+    if base.roofline.assumed_device_note:
+        yield f"predicted    times are those{base.roofline.assumed_device_note}: only their order counts"
     for number, candidate in enumerate(search.candidates):
         measured = f", {speeds[number]:,.0f} measured" if number in speeds else ""
         mark = "*" if number == best else " "
         yield (
             f"{mark}{number + 1:<11} {candidate.tokens_per_second:,.0f} tokens/s{measured},"
-            f" {candidate.time.total:.3g} s a step, {format_bytes(candidate.plan.fullest_bytes)}:"
+            f" {candidate.time.total:.3g} s a step, {format_bytes(candidate.plan.fullest_rank_bytes)}:"
             f" {describe_layout(candidate.plan.recipe)}"
         )
-        yield f"{'':13}limit: {', '.join(f'{name} {share:.0%}' for name, share in candidate.time.shares)}"
+        shares = candidate.time.largest_shares
+        yield f"{'':13}limit: {', '.join(f'{name} {share:.0%}' for name, share in shares)}"
     if base.recipe.architecture.moe is not None:
         yield "note         experts count as evenly chosen; uneven ones take more time and memory"
     if base.recipe.architecture.vision is not None:
@@ -143,7 +147,7 @@ def _to_json(search: Search, speeds: dict[int, float], best: int, changes: Seque
                 "layout": describe_layout(candidate.plan.recipe),
                 "parallel": candidate.plan.recipe.parallel.dump(),
                 "micro_batch_size": candidate.plan.recipe.train.micro_batch_size,
-                "bytes": candidate.plan.fullest_bytes,
+                "bytes": candidate.plan.fullest_rank_bytes,
                 "tokens_per_second": candidate.tokens_per_second,
                 "measured_tokens_per_second": speeds.get(number),
                 "seconds": candidate.time._asdict(),

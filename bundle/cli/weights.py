@@ -14,8 +14,8 @@ from bundle import files, pretrained
 from bundle.architectures import Architecture, from_config, read_config
 from bundle.cli import options
 from bundle.errors import ExitCode, UsageError
-from bundle.pretrained.replacing import refuse_overwrite
-from bundle.pretrained.writing import WEIGHT_FORMATS, PublishedModel
+from bundle.pretrained.replacing import refuse_overlap_and_foreign_files
+from bundle.pretrained.writing import WEIGHT_NUMBER_FORMATS, PublishedModel
 from bundle.recipe import Recipe, load
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def silence_megatron() -> None:
+def silence_megatron_warnings() -> None:
     """Silence megatron's warnings about kernels that are not installed, as weights need none."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
 
@@ -97,22 +97,22 @@ def export_(
     dtype: Annotated[
         str,
         typer.Option(
-            callback=options.allow_only(WEIGHT_FORMATS),
-            help=f"Choose one of {', '.join(WEIGHT_FORMATS)}. Default: the recipe's, else bf16.",
+            callback=options.allow_only(WEIGHT_NUMBER_FORMATS),
+            help=f"Choose one of {', '.join(WEIGHT_NUMBER_FORMATS)}. Default: the recipe's, else bf16.",
         ),
     ] = "",
     force: Force = False,
 ) -> None:
     """Write a checkpoint, of any layout, as a Hugging Face directory."""
-    refuse_overwrite(out, [checkpoint, like] if like else [checkpoint], force=force)
+    refuse_overlap_and_foreign_files(out, [checkpoint, like] if like else [checkpoint], force=force)
     checkpoint_directory, job = find_checkpoint(checkpoint, like, verified=True)
     _refuse_adapters(checkpoint_directory, job)
     if like is not None:
         model = (
-            _read_published(like, checkpoint_directory)
+            _read_published_with_mtp_layers(like, checkpoint_directory)
             if job is None
             else PublishedModel(
-                job.model.config, job.architecture, like, (like,), like, job.data.template_text
+                job.model.config, job.architecture, like, (like,), like, job.data.custom_template_text
             )
         )
     elif job is not None:
@@ -128,12 +128,15 @@ def export_(
             " Put the tokenizer back, or export in the directory where the run was started. Or name a"
             " directory with config and tokenizer with --like DIR"
         )
-    refuse_overwrite(out, model.sources, force=force)
+    refuse_overlap_and_foreign_files(out, model.sources, force=force)
     dtype_name = dtype or (job.model.dtype if job else "bf16")
     from bundle.models import conversion
 
-    conversion.to_hugging_face(
-        checkpoint_directory, model, out, next(known for known in WEIGHT_FORMATS if known == dtype_name)
+    conversion.write_full_hugging_face_model(
+        checkpoint_directory,
+        model,
+        out,
+        next(known for known in WEIGHT_NUMBER_FORMATS if known == dtype_name),
     )
     print(out)
 
@@ -146,7 +149,7 @@ def import_(
     force: Force = False,
 ) -> None:
     """Write a checkpoint that Megatron-LM loads (--ckpt-format torch_dist), in any layout."""
-    refuse_overwrite(out, [directory], force=force)
+    refuse_overlap_and_foreign_files(out, [directory], force=force)
     config, architecture = _read_model(directory, mtp_layers)
     weights = pretrained.find_model_weights(directory, config, architecture)
     from bundle.architectures.tensors import Tensors
@@ -165,7 +168,10 @@ def diff(
     """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
     from bundle.models.conversion import find_differences
 
-    first_source, second_source = _open_source(first, second), _open_source(second, first)
+    first_source, second_source = (
+        _open_comparable_tensors(first, second),
+        _open_comparable_tensors(second, first),
+    )
     difference_count = 0
     for difference in find_differences(first_source, second_source):
         difference_count += 1
@@ -185,17 +191,17 @@ def find_checkpoint(
     path: Path, like: Path | None = None, *, verified: bool
 ) -> tuple["TorchDistCheckpoint", Recipe | None]:
     """Return a checkpoint's tensors, and the recipe of its run, if the run is one of ours."""
-    refuse_missing(path)
+    refuse_missing_directory(path)
     from bundle.checkpoints import manifest
     from bundle.checkpoints.directory import MEGATRON_FOLDER
     from bundle.errors import JobFailed
     from bundle.mcore.torch_dist import TorchDistCheckpoint
-    from bundle.models.conversion import find_newest
+    from bundle.models.conversion import resolve_tracked_checkpoint
     from bundle.runs.directory import RunDirectory, find_newest_checkpoint
 
     step = find_newest_checkpoint(path)
     if step is None:
-        return TorchDistCheckpoint(find_newest(path)), None
+        return TorchDistCheckpoint(resolve_tracked_checkpoint(path)), None
     if verified and (reasons := manifest.find_damage(step)):
         raise JobFailed(f"{step}: this checkpoint cannot be used", reasons)
     recipe = RunDirectory(step.absolute().parents[1]).recipe
@@ -204,7 +210,7 @@ def find_checkpoint(
     return TorchDistCheckpoint(step / MEGATRON_FOLDER), job
 
 
-def refuse_missing(path: Path) -> None:
+def refuse_missing_directory(path: Path) -> None:
     """Raise UsageError where there is no such directory."""
     if not files.is_directory(path):
         raise UsageError(f"{path}: there is no such directory")
@@ -232,7 +238,7 @@ def _read_model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, A
     return config, replace(architecture, mtp_layers=mtp_layers)
 
 
-def _read_published(like: Path, checkpoint: "TorchDistCheckpoint") -> PublishedModel:
+def _read_published_with_mtp_layers(like: Path, checkpoint: "TorchDistCheckpoint") -> PublishedModel:
     """Return the model of a Hugging Face directory, with the MTP layers of a checkpoint."""
     config = read_config(like)
     architecture = from_config(config, str(like / "config.json"))
@@ -241,21 +247,25 @@ def _read_published(like: Path, checkpoint: "TorchDistCheckpoint") -> PublishedM
     )
 
 
-def _open_source(path: Path, other: Path) -> "TensorSource":
+def _open_comparable_tensors(path: Path, other: Path) -> "TensorSource":
     """Return the tensors of a directory.
 
     Tensors of a checkpoint get their published names where the other directory has those.
     """
     from bundle.architectures.tensors import Tensors
-    from bundle.models.conversion import HuggingFaceTensors, MegatronTensors, PublishedTensors
+    from bundle.models.conversion import (
+        HuggingFacePublishedTensors,
+        TorchDistMegatronTensors,
+        TorchDistPublishedTensors,
+    )
 
-    if (weights := pretrained.open_weights(path)) is not None:
-        return HuggingFaceTensors(weights)
+    if (weights := pretrained.find_weights_ignoring_architecture(path)) is not None:
+        return HuggingFacePublishedTensors(weights)
     checkpoint, job = find_checkpoint(path, None, verified=False)
     _refuse_adapters(checkpoint, job)
-    other_weights = pretrained.open_weights(other)
+    other_weights = pretrained.find_weights_ignoring_architecture(other)
     if other_weights is None:
-        return MegatronTensors(checkpoint)
-    table = Tensors(_read_published(other, checkpoint).architecture)
+        return TorchDistMegatronTensors(checkpoint)
+    table = Tensors(_read_published_with_mtp_layers(other, checkpoint).architecture)
     copies = [copy for copy in table.map_copies() if copy in other_weights.entries]
-    return PublishedTensors(checkpoint, Tensors(table.architecture, written_copies=copies))
+    return TorchDistPublishedTensors(checkpoint, Tensors(table.architecture, written_copies=copies))

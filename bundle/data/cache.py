@@ -38,7 +38,7 @@ from bundle.recipe.datafiles import MEGATRON, DataFile
 _log = logging.getLogger(__name__)
 
 STORE_FORMAT = 9  # of the files of a store, and of what their names are made from
-CACHE_NAME = ".tokens"
+NEIGHBOUR_RUNS_CACHE_NAME = ".tokens"
 # Keys that tokens do not depend on, or that other facts in the store's name already cover.
 _EXCLUDED_KEYS = {"path", "weights", "tokenizer", "sequence_length", "packed"}
 _EXCLUDED_KEYS |= {"validation", "validation_sets", "cache"}
@@ -46,7 +46,7 @@ _BLOCK_BYTES = 2**24  # bytes
 _POLL_SECONDS = 1.0  # between two checks of another process's progress
 
 
-def choose_cache_directory(recipe: Recipe, run: Path) -> Path:
+def choose_cross_run_cache_directory(recipe: Recipe, run: Path) -> Path:
     """Return the directory for tokens.
 
     It is `data.cache` where that key is set; else a directory beside the run, which neighbouring runs share.
@@ -54,7 +54,7 @@ def choose_cache_directory(recipe: Recipe, run: Path) -> Path:
     """
     if recipe.data.cache is not None:
         return Path(recipe.data.cache)
-    shared_directory = run.absolute().parent / CACHE_NAME
+    shared_directory = run.absolute().parent / NEIGHBOUR_RUNS_CACHE_NAME
     with suppress(OSError):
         shared_directory.mkdir(parents=True, exist_ok=True)
     return shared_directory if os.access(shared_directory, os.W_OK | os.X_OK) else run / "data"
@@ -76,16 +76,16 @@ def ensure_store(
 
     Raise UsageError for corrupt data; raise JobFailed for a damaged store and for a store of another user.
     """
-    if recipe.task_traits.reads_text:
-        return _make_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
+    if recipe.task_traits.has_plain_text_rows:
+        return _open_or_write_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
     if recipe.data.truncation == "error" and recipe.data.on_error == "stop":
-        store = _make_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
+        store = _open_or_write_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
         if store.lengths.max(initial=0) <= max_length:
             return store
-    return _make_store(recipe, directory, sources, tokenizer, max_length, max_length, progress)
+    return _open_or_write_store(recipe, directory, sources, tokenizer, max_length, max_length, progress)
 
 
-def _make_store(
+def _open_or_write_store(
     recipe: Recipe,
     directory: Path,
     sources: Sequence[DataFile],
@@ -133,7 +133,7 @@ def _make_store(
                 write_store(
                     path,
                     tokenizer.vocab_size,
-                    lambda first: encoding.encode_chunks(sources, tokenizer, first),
+                    lambda first: encoding.encode_remaining_chunks(sources, tokenizer, first),
                     DataErrors(recipe.data.on_error),
                     progress,
                 )
@@ -157,7 +157,7 @@ def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
             lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("a"))
             tokens_path, seen_bytes = build_partial_path(path) / "tokens.bin", -1
             while not _try_lock(lock):
-                written = _read_size(tokens_path)
+                written = _get_file_size(tokens_path)
                 if seen_bytes < 0:
                     _log.info("%s: waiting for another process, which writes the same tokens", path)
                 if written > seen_bytes:
@@ -169,7 +169,7 @@ def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
         yield  # the lock goes with the file, and with the process, however it ends
 
 
-def _read_size(path: Path) -> int:
+def _get_file_size(path: Path) -> int:
     """Return the size of a file [bytes]; 0 where there is none.
 
     Another process may remove the file at any time.

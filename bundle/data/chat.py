@@ -10,9 +10,9 @@ import numpy as np
 from bundle.data import rendering
 from bundle.data.conversations import Conversation, Message
 from bundle.data.media import MEDIA_KINDS, Medium
-from bundle.data.renderer import Renderer
+from bundle.data.renderer import TemplateProcess
 from bundle.data.rendering import Part
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.store import TokenDocument
 from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from bundle.errors import UsageError
@@ -36,7 +36,7 @@ def build_writer(data: Data, tokenizer: Tokenizer) -> "PlainTemplate | ChatTempl
         raise UsageError(
             f"data.template: the tokenizer {data.tokenizer} has no chat template. Set data.template: plain."
         )
-    return ChatTemplate(tokenizer, data.date, data.template_arguments, data.template_text)
+    return ChatTemplate(tokenizer, data.date, data.template_arguments, data.custom_template_text)
 
 
 class PlainTemplate:
@@ -47,17 +47,17 @@ class PlainTemplate:
         self._tokenizer, self._end = tokenizer, np.uint32(tokenizer.end_of_text)
         self._has_headings = has_headings
 
-    def prepare(self, conversation: Conversation) -> Conversation:
-        """Return the conversation. Raise Corrupt for what headings do not write."""
+    def prepare_render_request(self, conversation: Conversation) -> Conversation:
+        """Return the conversation. Raise CorruptData for what headings do not write."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
-            raise Corrupt("data.template: 'plain' does not render tools or tool calls. Set it to 'chat'.")
+            raise CorruptData("data.template: 'plain' does not render tools or tool calls. Set it to 'chat'.")
         if conversation.media:
-            raise Corrupt("data.template: 'plain' does not render images or videos. Set it to 'chat'.")
+            raise CorruptData("data.template: 'plain' does not render images or videos. Set it to 'chat'.")
         return conversation
 
     def draft(
         self, conversations: Sequence[Conversation]
-    ) -> list[list[tuple[Pieces, Sequence[Medium]]] | Corrupt]:
+    ) -> list[list[tuple[Pieces, Sequence[Medium]]] | CorruptData]:
         """Return the draft of each conversation."""
         return [[(self._build_pieces(conversation), ())] for conversation in conversations]
 
@@ -73,7 +73,7 @@ class PlainTemplate:
     def write_prompt(self, messages: list[Message]) -> Pieces:
         """Return the text before the assistant's next answer as a draft in which nothing is learned."""
         return [
-            *self._build_pieces(self.prepare(Conversation(messages, ()))),
+            *self._build_pieces(self.prepare_render_request(Conversation(messages, ()))),
             (self._format_heading("assistant"), False, False),
         ]
 
@@ -119,17 +119,17 @@ class ChatTemplate:
         words = set(re.findall(r"\w+", source)) - set(RESERVED_VARIABLES)
         if unread := sorted(set(arguments) - words):
             raise UsageError(f"data.template_arguments.{unread[0]}: {origin} does not read it. Leave it out.")
-        self._renderer = Renderer(origin, source, {**tokenizer.template_variables, **arguments}, today)
-        self._is_marked = rendering.is_marked(source)
+        self._renderer = TemplateProcess(origin, source, {**tokenizer.template_variables, **arguments}, today)
+        self._is_marked = rendering.has_generation_tag(source)
 
-    def prepare(self, conversation: Conversation) -> tuple[str, Conversation]:
+    def prepare_render_request(self, conversation: Conversation) -> tuple[str, Conversation]:
         """Return the conversation with the request for its rendering."""
         messages, turns = conversation.messages, list(conversation.learned_turns)
         return _build_request(messages=messages, tools=conversation.tools, turns=turns), conversation
 
     def draft(
         self, prepared: Sequence[tuple[str, Conversation]]
-    ) -> list[list[tuple[MarkedText, Sequence[Medium]]] | Corrupt]:
+    ) -> list[list[tuple[MarkedText, Sequence[Medium]]] | CorruptData]:
         """Return the drafts of each conversation with their images and videos, or the reason why it has none.
 
         Where the template marks the assistant's text ({% generation %}), the marked text is learned.
@@ -137,20 +137,22 @@ class ChatTemplate:
         drafts where the template rewrites turns as the conversation goes on. Raise UsageError for an unusable
         template.
         """
-        replies = self._renderer.ask([request for request, _ in prepared])
+        replies = self._renderer.render_requests([request for request, _ in prepared])
         return [
-            Corrupt(reply["corrupt"]) if "corrupt" in reply else _build_drafts(reply["samples"], conversation)
+            CorruptData(reply["corrupt"])
+            if "corrupt" in reply
+            else _build_drafts(reply["samples"], conversation)
             for reply, (_, conversation) in zip(replies, prepared, strict=True)
         ]
 
     def write_prompt(self, messages: list[Message]) -> MarkedText:
         """Return the text before the assistant's next answer as a draft in which nothing is learned.
 
-        Raise Corrupt where the template refuses the messages.
+        Raise CorruptData where the template refuses the messages.
         """
-        (reply,) = self._renderer.ask([_build_request(messages=messages, prompt=True)])
+        (reply,) = self._renderer.render_requests([_build_request(messages=messages, prompt=True)])
         if "corrupt" in reply:
-            raise Corrupt(reply["corrupt"])
+            raise CorruptData(reply["corrupt"])
         ((text, parts, _),) = reply["samples"]
         return text, parts
 

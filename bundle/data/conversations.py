@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bundle.data import media
-from bundle.data.formats import Format, is_renamed, read_row
+from bundle.data.formats import Format, is_renamed, read_unambiguous_row
 from bundle.data.media import Medium
-from bundle.data.sources import Corrupt, Values, read_text
+from bundle.data.sources import CorruptData, Values, read_text
 from bundle.errors import format_value
 from bundle.recipe.data import Data, Fields, RowFormat
 
@@ -30,8 +30,8 @@ SHAREGPT_FIELD = "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 QUERY, RESPONSE = "query", "response"  # of ms-swift
 COMPLETION_FIELD = "completion"  # of TRL
-KTO_TAG = "kto_tag"  # of LLaMA-Factory
-UNREAD_FIELDS = ("audios",)  # media that rows may have and that are not read
+KTO_TAG_FIELD = "kto_tag"  # of LLaMA-Factory
+UNSUPPORTED_MEDIA_FIELDS = ("audios",)  # media that rows may have and that are not read
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RowReading(NamedTuple):
     prompt_count: int = 0
 
 
-def list_columns(fields: Fields) -> tuple[str, ...]:
+def list_readable_columns(fields: Fields) -> tuple[str, ...]:
     """Return all fields of a row that `read_conversation` reads."""
     read = [
         name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
@@ -71,42 +71,51 @@ def list_columns(fields: Fields) -> tuple[str, ...]:
     pair = (fields.chosen, fields.rejected)  # by which rows for DPO are known
     return tuple(
         dict.fromkeys(
-            (*read, *list_shared_fields(fields), *list_kto_label_fields(fields), *pair, *UNREAD_FIELDS)
+            (
+                *read,
+                *list_format_independent_fields(fields),
+                *list_kto_label_fields(fields),
+                *pair,
+                *UNSUPPORTED_MEDIA_FIELDS,
+            )
         )
     )
 
 
-def list_shared_fields(fields: Fields) -> tuple[str, ...]:
+def list_format_independent_fields(fields: Fields) -> tuple[str, ...]:
     """Return the fields that are read in every format, where a row has them."""
     return (*filter(None, (fields.system, fields.tools)), *media.list_media_keys(fields))
 
 
 def read_conversation(values: Values, data: Data) -> Conversation:
-    """Return the conversation of a row. Raise Corrupt, which says what is wrong with which field."""
+    """Return the conversation of a row. Raise CorruptData, which says what is wrong with which field."""
     fields, formats = data.fields, _list_formats(data.fields)
-    if _is_pair(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
-        raise Corrupt(
+    if _is_preference_pair(values, fields) and not any(
+        row_format.is_complete(values) for row_format in formats
+    ):
+        raise CorruptData(
             f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or train"
             f" on one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
         )
-    shared = (*list_shared_fields(fields), *list_kto_label_fields(fields))
-    format_, (messages, prompt_count) = read_row(values, formats, fields.format, shared)
+    shared = (*list_format_independent_fields(fields), *list_kto_label_fields(fields))
+    format_, (messages, prompt_count) = read_unambiguous_row(values, formats, fields.format, shared)
     for name in list_kto_label_fields(fields):
         if values.get(name) is False:
-            raise Corrupt(
+            raise CorruptData(
                 f"field {name}: false marks a bad answer (KTO), which must not be trained on. Skip the row"
-                " (data.on_error: skip)" + ("" if name == KTO_TAG else ", or set data.fields.label: null")
+                " (data.on_error: skip)"
+                + ("" if name == KTO_TAG_FIELD else ", or set data.fields.label: null")
             )
     return replace(build_conversation(messages, values, data, prompt_count), format=format_)
 
 
-def _is_pair(values: Values, fields: Fields) -> bool:
+def _is_preference_pair(values: Values, fields: Fields) -> bool:
     return all(values.get(name) is not None for name in (fields.chosen, fields.rejected))
 
 
 def list_kto_label_fields(fields: Fields) -> tuple[str, ...]:
     """Return the fields that say whether an answer is a good one."""
-    return (KTO_TAG, *filter(None, (fields.label,)))
+    return (KTO_TAG_FIELD, *filter(None, (fields.label,)))
 
 
 def has_kto_label(values: Values, fields: Fields) -> bool:
@@ -121,8 +130,8 @@ def build_conversation(
 
     The first `prompt_count` messages are not learned.
     """
-    if unread := [name for name in UNREAD_FIELDS if values.get(name)]:
-        raise Corrupt(f"field {unread[0]}: only text, images and videos can be trained on")
+    if unread := [name for name in UNSUPPORTED_MEDIA_FIELDS if values.get(name)]:
+        raise CorruptData(f"field {unread[0]}: only text, images and videos can be trained on")
     answers = len(messages) - prompt_count
     messages = _with_system(messages, values, data.fields.system)
     weights = [message.pop(WEIGHT_KEYS[0], True) for message in messages]
@@ -131,8 +140,8 @@ def build_conversation(
     if data.learn == "last_turn":
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
-        raise Corrupt("no turn to train on: the assistant messages have weight 0")
-    conversation_media = media.extract_media(messages, media.find_columns(values, data.fields))
+        raise CorruptData("no turn to train on: the assistant messages have weight 0")
+    conversation_media = media.extract_media(messages, media.find_columns_by_kind(values, data.fields))
     return Conversation(messages, turns, _read_tools(values, data.fields.tools), conversation_media)
 
 
@@ -143,7 +152,9 @@ def _list_formats(fields: Fields) -> list[Format[RowReading]]:
         return lambda values: RowReading(read_answered_messages(values[name], name))
 
     def build_pair_reader(name: str) -> Callable[[Values], RowReading]:
-        return lambda values: _build_reading(read_prompt(values, fields.prompt), read_answer(values, name))
+        return lambda values: _build_reading(
+            read_prompt_messages(values, fields.prompt), read_answer(values, name)
+        )
 
     def build_format(name: str, *keys: str) -> Format[RowReading]:
         format_: RowFormat = "trl" if name == COMPLETION_FIELD else "prompt-response"
@@ -172,14 +183,14 @@ def _build_reading(prompt: list[Message], answer: list[Message]) -> RowReading:
     return RowReading([*prompt, *answer], len(prompt) if has_answers else 0)
 
 
-def read_prompt(values: Values, name: str) -> list[Message]:
+def read_prompt_messages(values: Values, name: str) -> list[Message]:
     """Return the messages that an answer follows, from a field that has a text or messages."""
     prompt = values.get(name)
     if not isinstance(prompt, list):
         return [{"role": "user", "content": read_text(values, name)}]
     messages = read_messages(prompt, name)
     if messages[-1]["role"] == "assistant":
-        raise Corrupt(
+        raise CorruptData(
             f"field {name}: ends with an assistant message, but must end before the answer. Remove that"
             " message."
         )
@@ -199,38 +210,38 @@ def read_answer(values: Values, name: str) -> list[Message]:
 def read_history(values: Values) -> list[Message]:
     """Return the turns of the field history, which come before the question."""
     history = values.get(HISTORY) or []
-    if not isinstance(history, list) or not all(map(_is_turn, history)):
-        raise Corrupt(
+    if not isinstance(history, list) or not all(map(_is_question_answer_pair, history)):
+        raise CorruptData(
             f"field {HISTORY}: must be a list of [question, answer] pairs without blank texts, but is"
             f" {format_value(history)}"
         )
     return _build_dialogue(history)
 
 
-def read_query(values: Values) -> list[Message]:
+def read_history_and_query(values: Values) -> list[Message]:
     """Return the history and the question of a row of ms-swift."""
     return [*read_history(values), {"role": "user", "content": read_text(values, QUERY)}]
 
 
-def read_instruction(values: Values) -> list[Message]:
+def read_instruction_prompt(values: Values) -> list[Message]:
     """Return the history and the question of Alpaca: instruction and input, a line each."""
     for name in (INSTRUCTION, INPUT):
         if not isinstance(values.get(name) or "", str):
-            raise Corrupt(f"field {name}: must be text, but is {format_value(values[name])}")
+            raise CorruptData(f"field {name}: must be text, but is {format_value(values[name])}")
     question = "\n".join(text for name in (INSTRUCTION, INPUT) if (text := values.get(name) or "").strip())
     if not question:
-        raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: both are blank, but one must have text")
+        raise CorruptData(f"fields {INSTRUCTION} and {INPUT}: both are blank, but one must have text")
     return [*read_history(values), {"role": "user", "content": question}]
 
 
 def _read_query_response(values: Values) -> RowReading:
     answer = {"role": "assistant", "content": read_text(values, RESPONSE)}
-    return RowReading([*read_query(values), answer])
+    return RowReading([*read_history_and_query(values), answer])
 
 
 def _read_alpaca(values: Values) -> RowReading:
     answer = {"role": "assistant", "content": read_text(values, OUTPUT)}
-    return RowReading([*read_instruction(values), answer])
+    return RowReading([*read_instruction_prompt(values), answer])
 
 
 def _build_dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
@@ -239,7 +250,7 @@ def _build_dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
 
-def _is_turn(value: Any) -> bool:
+def _is_question_answer_pair(value: Any) -> bool:
     texts = value if isinstance(value, list) and len(value) == 2 else ("", "")
     return all(isinstance(text, str) and bool(text.strip()) for text in texts)
 
@@ -252,7 +263,7 @@ def _with_system(messages: list[Message], values: Values, name: str | None) -> l
     if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        raise Corrupt(
+        raise CorruptData(
             f"field {name}: differs from the system message in the messages. Leave one of them out."
         )
     return messages
@@ -263,7 +274,7 @@ def _read_tools(values: Values, name: str | None) -> Tools:
         return None
     tools = _parse_json(values[name], f"field {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Corrupt(
+        raise CorruptData(
             f"field {name}: must be a list of objects or its JSON text, but is {format_value(tools)}"
         )
     return tools or None
@@ -275,18 +286,18 @@ def read_messages(value: Any, field: str) -> list[Message]:
     A message has a role, a content and, where the row gives one, a weight.
     """
     if not isinstance(value, list) or not value:
-        raise Corrupt(
+        raise CorruptData(
             f"field {field}: must be a list with at least one message, but is {format_value(value)}"
         )
     return [_read_message(message, f"field {field}[{index}]") for index, message in enumerate(value)]
 
 
 def read_answered_messages(value: Any, field: str) -> list[Message]:
-    """Return what `read_messages` returns. Raise Corrupt unless the last message is the assistant's."""
+    """Return what `read_messages` returns. Raise CorruptData unless the last message is the assistant's."""
     messages = read_messages(value, field)
     last = messages[-1]
     if last["role"] != "assistant" or not (last["content"].strip() or "tool_calls" in last):
-        raise Corrupt(f"field {field}: must end with an assistant message that has text or tool calls")
+        raise CorruptData(f"field {field}: must end with an assistant message that has text or tool calls")
     return messages
 
 
@@ -300,19 +311,19 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
         role, content, rest["tool_calls"] = "assistant", None, content
     role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise Corrupt(
+        raise CorruptData(
             f"{field_path}: must be an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]},"
             f" but is {format_value(raw_message)}"
         )
     if weights := {name: rest.pop(name) for name in WEIGHT_KEYS if name in rest}:
         keys, first = " and ".join(weights), next(iter(weights.values()))
         if any(weight not in (0, 1) or weight != first for weight in weights.values()):
-            raise Corrupt(
+            raise CorruptData(
                 f"{field_path}: {keys} must be {'equal, ' if len(weights) > 1 else ''}0 or 1, but the"
                 f" message has {format_value(weights)}"
             )
         if first and role != "assistant":
-            raise Corrupt(
+            raise CorruptData(
                 f"{field_path}: {keys} must be 0 or absent, because only assistant messages are trained on"
             )
         rest[WEIGHT_KEYS[0]] = bool(first)
@@ -322,7 +333,7 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
         content = "" if content is None else content
     content = _read_content(content, f"{field_path}: content")
     if role == "assistant" and not isinstance(content, str):
-        raise Corrupt(
+        raise CorruptData(
             f"{field_path}: an assistant message must be text, and this one has an image or a video"
         )
     return {"role": role, "content": content, **rest}
@@ -336,17 +347,17 @@ def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
-        raise Corrupt(
+        raise CorruptData(
             f"{field_path} must be text or a list of one or more objects, but is {format_value(value)}"
         )
     parts = []
     for part in value:
-        if part.get("type") in media.PART_TYPES:
-            parts.append(media.read_part(part, field_path))
+        if part.get("type") in media.MEDIA_KIND_BY_PART_TYPE:
+            parts.append(media.normalize_media_part(part, field_path))
         elif part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
-            raise Corrupt(
+            raise CorruptData(
                 f"{field_path} must have only parts with text, an image or a video, but one is"
                 f" {format_value(part)}"
             )
@@ -364,12 +375,12 @@ def _read_calls(value: Any, field_path: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") if isinstance(function, dict) else None
         arguments = {} if arguments in (None, "") else _parse_json(arguments, f"{field_path}: arguments")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Corrupt(
+            raise CorruptData(
                 f"{field_path}: each call must be an object with a function's name and arguments, but is"
                 f" {format_value(call)}"
             )
         if not isinstance(arguments, dict):
-            raise Corrupt(
+            raise CorruptData(
                 f"{field_path}: arguments must be an object or its JSON text, but is"
                 f" {format_value(arguments)}"
             )
@@ -386,4 +397,4 @@ def _parse_json(value: Any, field_path: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise Corrupt(f"{field_path}: not JSON ({error})") from error
+        raise CorruptData(f"{field_path}: not JSON ({error})") from error

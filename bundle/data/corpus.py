@@ -25,31 +25,38 @@ from bundle.data.samples import (
     WindowSamples,
     choose_held_out,
     join_samples,
-    list_sequences,
+    list_sample_sequences,
     pack_best_fit,
     read_loss_mask,
 )
 from bundle.data.sources import MAX_REASONS
 from bundle.data.store import Progress, Store
-from bundle.data.tokenizers import ByteTokenizer, LossMask, RawIdTokenizer, Tokenizer, Tokens, load_tokenizer
+from bundle.data.tokenizers import (
+    ByteTokenizer,
+    IdDisplayTokenizer,
+    LossMask,
+    Tokenizer,
+    Tokens,
+    load_tokenizer,
+)
 from bundle.errors import UsageError, format_count
 from bundle.files import digest_json
 from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.recipe.data import BYTE_VOCABULARY
-from bundle.recipe.datafiles import MEGATRON, STDLIB, describe_interpreter, expand
+from bundle.recipe.datafiles import MEGATRON, STDLIB_PATH_KEYWORD, expand, format_python_version
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
-SEQUENCES_PER_PIECE = 16
+VALIDATION_SPLIT_PIECE_SEQUENCES = 16
 # Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8. At any
 # other cp they are not, and the corpus has another identity.
-PADDING_MULTIPLE = 16
+PACKED_SEQUENCE_MULTIPLE = 16
 # Tokens whose pairs are counted at once.
-CHUNK_TOKENS = 2**22
+BIGRAM_CHUNK_TOKENS = 2**22
 
 
-_INSPECTED_DOCUMENTS = 16  # documents of a data set that show what answers end with
+_END_TOKEN_DOCUMENTS = 16  # documents of a data set that show what answers end with
 # The name of the held-out piece's loss; a validation set's loss has the set's name behind this one.
-VALIDATION_NAME = "validation"
+VALIDATION_LOSS_NAME = "validation"
 
 
 @dataclass(frozen=True)
@@ -107,16 +114,20 @@ class Corpus:
         end_ids: set[int] = set()
         for store in self.stores:
             for start, length in zip(
-                store.starts[:_INSPECTED_DOCUMENTS], store.lengths[:_INSPECTED_DOCUMENTS], strict=True
+                store.starts[:_END_TOKEN_DOCUMENTS], store.lengths[:_END_TOKEN_DOCUMENTS], strict=True
             ):
                 places = np.arange(start, start + length)
                 end_ids |= find_end_tokens(store.ids[places], read_loss_mask(store, places), self.tokenizer)
         return frozenset(end_ids)
 
     @functools.cached_property
-    def bigram_entropy(self) -> float | None:
+    def conditional_byte_entropy(self) -> float | None:
         """The entropy of a byte given the one before it [nats]; None where tokens are not bytes of text."""
-        return _compute_bigram_entropy([store.ids for store in self.stores]) if self.is_byte_text else None
+        return (
+            _compute_conditional_byte_entropy([store.ids for store in self.stores])
+            if self.is_byte_text
+            else None
+        )
 
 
 def find_end_tokens(ids: Tokens, loss_mask: LossMask, tokenizer: Tokenizer) -> set[int]:
@@ -160,12 +171,12 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     text_tokenizer = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
     parts = [
         _build_data_set(recipe, directory, paths, text_tokenizer, "to train on", total_progress)
-        for paths in data.data_sets
+        for paths in data.training_set_paths
     ]
     held_out_samples = [samples for part in parts for samples in part.held_out]
     validation_sets = {
         name: _build_data_set(
-            recipe.with_validation_data(name),
+            recipe.with_validation_set_as_data(name),
             directory,
             data_set.path,
             text_tokenizer,
@@ -178,8 +189,8 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     return Corpus(
         training=join_samples([part.training for part in parts]),
         order=Blend([len(part.training) for part in parts], data.weights or (1.0,), recipe.seed),
-        validation=({VALIDATION_NAME: join_samples(held_out_samples)} if held_out_samples else {})
-        | {f"{VALIDATION_NAME}/{name}": data_set.training for name, data_set in validation_sets.items()},
+        validation=({VALIDATION_LOSS_NAME: join_samples(held_out_samples)} if held_out_samples else {})
+        | {f"{VALIDATION_LOSS_NAME}/{name}": data_set.training for name, data_set in validation_sets.items()},
         documents=total_progress.documents,
         identity=_build_identity(recipe, sum(part.files for part in parts), text_tokenizer, stores)
         | {
@@ -191,11 +202,11 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
         validation_left_out={
             name: LeftOut.from_stores(data_set.stores) for name, data_set in validation_sets.items()
         },
-        formats=_count_formats(
+        formats=_count_rows_by_format(
             [*stores, *(store for data_set in validation_sets.values() for store in data_set.stores)]
         ),
         tokenizer=text_tokenizer,
-        is_byte_text=recipe.task_traits.reads_text
+        is_byte_text=recipe.task_traits.has_plain_text_rows
         and text_tokenizer.identity == "bytes"
         and not any(part.is_megatron for part in parts),
     )
@@ -218,7 +229,9 @@ def _build_data_set(
     source_groups = [[source] for source in sources] if is_megatron else [sources]
     stores, training, held_out = [], [], []
     for group in source_groups:
-        store = ensure_store(recipe, directory, group, tokenizer, _compute_max_length(recipe), total_progress)
+        store = ensure_store(
+            recipe, directory, group, tokenizer, _compute_max_document_length(recipe), total_progress
+        )
         first_document = total_progress.documents
         total_progress.tokens_before += len(store.ids)
         total_progress.documents += len(store.lengths)
@@ -234,18 +247,22 @@ def _build_identity(
     recipe: Recipe, files: int, tokenizer: Tokenizer, stores: Sequence[Store]
 ) -> dict[str, str]:
     identity = {"files": str(files), "tokenizer": tokenizer.identity}
-    identity |= {"stdlib": describe_interpreter()} if STDLIB in recipe.data.path else {}
+    identity |= {"stdlib": format_python_version()} if STDLIB_PATH_KEYWORD in recipe.data.path else {}
     identity |= {"tokens": _digest_tokens(stores), "order": ORDER_GENERATOR}
     if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
-        capacity, multiple = _compute_document_capacity(recipe)
-        most = "" if (max_length := _compute_max_length(recipe)) == capacity else f", of at most {max_length}"
+        capacity, multiple = _compute_document_capacity_and_multiple(recipe)
+        most = (
+            ""
+            if (max_length := _compute_max_document_length(recipe)) == capacity
+            else f", of at most {max_length}"
+        )
         identity["packs (parallel.cp decides)"] = (
             f"{capacity} tokens, each sequence a multiple of {multiple}{most}"
         )
     return identity
 
 
-def _count_formats(stores: Sequence[Store]) -> dict[str, int]:
+def _count_rows_by_format(stores: Sequence[Store]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for store in stores:
         counts.update(store.facts["formats"])
@@ -258,23 +275,25 @@ def _digest_tokens(stores: Sequence[Store]) -> str:
     return digests[0] if len(digests) == 1 else digest_json(digests)
 
 
-def _compute_document_capacity(recipe: Recipe) -> tuple[int, int]:
+def _compute_document_capacity_and_multiple(recipe: Recipe) -> tuple[int, int]:
     """Return the tokens that a sample has for each document, and the multiple that a pack pads each to."""
     length = recipe.data.sequence_length
     if not recipe.data.packed:
         return length, 1
     length //= recipe.documents_per_sample  # a pack holds all of a sample
     multiple = recipe.alignment.sequence_multiple
-    even = math.lcm(multiple, PADDING_MULTIPLE)
+    even = math.lcm(multiple, PACKED_SEQUENCE_MULTIPLE)
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
 
 
-def _compute_max_length(recipe: Recipe) -> int:
+def _compute_max_document_length(recipe: Recipe) -> int:
     """Return the tokens that one sequence may have.
 
     Positions begin anew in each sequence, so the length of a pack does not count.
     """
-    return min(_compute_document_capacity(recipe)[0], recipe.architecture.max_position_embeddings)
+    return min(
+        _compute_document_capacity_and_multiple(recipe)[0], recipe.architecture.max_position_embeddings
+    )
 
 
 def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
@@ -282,15 +301,15 @@ def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
 
     All documents of one row are on the same side.
     """
-    spans, rows = Spans(store.starts, store.lengths), store.kept_row_numbers
-    if recipe.task_traits.reads_text:
-        spans = spans.cut(
-            _compute_max_length(recipe)
+    spans, rows = Spans(store.starts, store.lengths), store.document_row_numbers
+    if recipe.task_traits.has_plain_text_rows:
+        spans = spans.split_by_max_length(
+            _compute_max_document_length(recipe)
             if recipe.data.packed
-            else SEQUENCES_PER_PIECE * recipe.data.sequence_length
+            else VALIDATION_SPLIT_PIECE_SEQUENCES * recipe.data.sequence_length
         )
         rows = np.arange(len(spans))
-    if recipe.data.packed or not recipe.task_traits.reads_text:
+    if recipe.data.packed or not recipe.task_traits.has_plain_text_rows:
         labelled = spans.lengths > 1  # a single token has no label; no document of a pair is one
         spans, rows = spans.select(labelled), rows[labelled]
     numbers, rows = np.unique(rows, return_inverse=True)
@@ -308,16 +327,16 @@ def _build_samples(
     length, documents_per_sample = recipe.data.sequence_length, recipe.documents_per_sample
     samples: Samples
     if recipe.data.packed:
-        capacity, multiple = _compute_document_capacity(recipe)
+        capacity, multiple = _compute_document_capacity_and_multiple(recipe)
         sizes = (-(-spans.lengths // multiple) * multiple).reshape(-1, documents_per_sample).sum(1)
         packs = [
-            list_sequences(pack, documents_per_sample)
+            list_sample_sequences(pack, documents_per_sample)
             for pack in pack_best_fit(sizes, capacity * documents_per_sample)
         ]
         samples = PackSamples(
             store, spans, packs, first_document=first_document, processor=MediaProcessor.from_recipe(recipe)
         )
-    elif not recipe.task_traits.reads_text:
+    elif not recipe.task_traits.has_plain_text_rows:
         samples = RowSamples(
             store,
             spans,
@@ -346,15 +365,15 @@ def _build_samples(
     return samples
 
 
-def _compute_bigram_entropy(texts: Sequence[NDArray[Any]]) -> float:
+def _compute_conditional_byte_entropy(texts: Sequence[NDArray[Any]]) -> float:
     """Return H(next | previous) of the texts' own pair counts [nats per byte].
 
     The end of a text counts as a byte.
     """
     pairs = np.zeros((BYTE_VOCABULARY, BYTE_VOCABULARY), np.int64)
     for ids in texts:
-        for start in range(0, max(0, len(ids) - 1), CHUNK_TOKENS):
-            part = ids[start : start + CHUNK_TOKENS + 1].astype(np.int64)
+        for start in range(0, max(0, len(ids) - 1), BIGRAM_CHUNK_TOKENS):
+            part = ids[start : start + BIGRAM_CHUNK_TOKENS + 1].astype(np.int64)
             counts = np.bincount(part[:-1] * BYTE_VOCABULARY + part[1:], minlength=pairs.size)
             pairs += counts.reshape(pairs.shape)
     return _compute_entropy(pairs) - _compute_entropy(pairs.sum(1))
@@ -365,7 +384,7 @@ def _compute_entropy(counts: NDArray[np.int64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-LEARNED_BRACKETS = ("⟦", "⟧")
+LEARNED_TEXT_MARKERS = ("⟦", "⟧")
 _MAX_SHOWN_TOKENS = 400  # tokens of a sample that are shown
 
 
@@ -405,9 +424,9 @@ class Inspection:
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     """Return the counts from the token store alone. Raise what `with_epochs_as_steps` raises."""
     train, count = with_epochs_as_steps(recipe, len(corpus.training)).train, len(corpus.training)
-    rows = recipe.micro_batch_rows // train.micro_batch_samples
+    rows = recipe.micro_batch_rows // train.micro_batch_size_or_one
     sample_counts = {name: len(samples) for name, samples in corpus.validation.items()}
-    held_out = sample_counts.pop(VALIDATION_NAME, 0)
+    held_out = sample_counts.pop(VALIDATION_LOSS_NAME, 0)
     store_pictures = [store.pictures for store in corpus.stores if store.pictures is not None]
     return Inspection(
         rows=sum(len(store.lengths) - int((store.row_groups[:, 1] - 1).sum()) for store in corpus.stores),
@@ -421,7 +440,7 @@ def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
         training=count,
         held_out=held_out,
         validation_sets={
-            name.removeprefix(f"{VALIDATION_NAME}/"): size for name, size in sample_counts.items()
+            name.removeprefix(f"{VALIDATION_LOSS_NAME}/"): size for name, size in sample_counts.items()
         },
         validation_left_out=corpus.validation_left_out,
         filled=min(1.0, corpus.tokens / ((count + held_out) * rows * recipe.data.sequence_length)),
@@ -450,7 +469,7 @@ def decode_first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str
     numbers = corpus.order.draw_samples(0, min(count, recipe.train.global_batch_size))
     # megatron's files do not say which tokenizer they were made with: bytes would show them as garbage.
     unknown = recipe.data.source == MEGATRON and corpus.tokenizer.identity == ByteTokenizer.identity
-    decoder = RawIdTokenizer() if unknown else corpus.tokenizer
+    decoder = IdDisplayTokenizer() if unknown else corpus.tokenizer
     return [
         decode_with_learned_brackets(corpus.training.build_batch(number), decoder)
         for number in numbers[:, None]
@@ -460,7 +479,7 @@ def decode_first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str
 def decode_with_learned_brackets(batch: SampleBatch, tokenizer: Tokenizer) -> str:
     """Return a sample [b, s] as text.
 
-    `LEARNED_BRACKETS` enclose learned text, and a blank line separates sequences.
+    `LEARNED_TEXT_MARKERS` enclose learned text, and a blank line separates sequences.
     """
     return "\n\n".join(_decode_row(batch, row, tokenizer) for row in range(len(batch.ids)))
 
@@ -487,7 +506,7 @@ def _decode_text(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> s
     shown = ""
     for is_learned, run in groupby(range(min(len(ids), _MAX_SHOWN_TOKENS)), key=lambda at: learned[at]):
         text = tokenizer.decode([ids[at] for at in run])
-        shown += f"{LEARNED_BRACKETS[0]}{text}{LEARNED_BRACKETS[1]}" if is_learned else text
+        shown += f"{LEARNED_TEXT_MARKERS[0]}{text}{LEARNED_TEXT_MARKERS[1]}" if is_learned else text
     return shown + (
         f" ... {len(ids) - _MAX_SHOWN_TOKENS} tokens more" if len(ids) > _MAX_SHOWN_TOKENS else ""
     )

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from bundle.data.sources import Corrupt, Values, describe_fields
+from bundle.data.sources import CorruptData, Values, format_field_names
 from bundle.recipe.data import Fields, RowFormat
 
 T = TypeVar("T")
-_DEFAULT = Fields()
+_FIELDS_SECTION_DEFAULTS = Fields()
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Format(Generic[T]):
 
     name: RowFormat
     fields: tuple[str, ...]  # a row must have them all
-    read: Callable[[Values], T]  # raises Corrupt
+    read: Callable[[Values], T]  # raises CorruptData
     optional: tuple[str, ...] = ()  # fields that are read where a row has them
     is_renamed: bool = False  # whether the recipe gives one of its fields another name than the default
     fits: Callable[[Values], bool] = lambda values: (
@@ -28,7 +28,7 @@ class Format(Generic[T]):
         """Return whether a row has all fields; null is missing, as in a table."""
         return all(values.get(name) is not None for name in self.fields) and self.fits(values)
 
-    def describe(self, values: Values, shared: Sequence[str]) -> str:
+    def format_name_and_fields(self, values: Values, shared: Sequence[str]) -> str:
         """Return the name and the fields that are read of a row, such as "alpaca (instruction, output)"."""
         extra = [name for name in (*self.optional, *shared) if values.get(name) not in (None, "", [])]
         return f"{self.name} ({', '.join(dict.fromkeys((*self.fields, *extra)))})"
@@ -36,15 +36,15 @@ class Format(Generic[T]):
 
 def is_renamed(fields: Fields, *keys: str) -> bool:
     """Return whether one of these keys of data.fields has another value than its default."""
-    return any(getattr(fields, key) != getattr(_DEFAULT, key) for key in keys)
+    return any(getattr(fields, key) != getattr(_FIELDS_SECTION_DEFAULTS, key) for key in keys)
 
 
-def read_row(
+def read_unambiguous_row(
     values: Values, formats: Sequence[Format[T]], name: RowFormat | None, shared: Sequence[str]
 ) -> tuple[str, T]:
     """Return how a row is read (its format, with `shared` fields that every format reads) and its content.
 
-    Raises Corrupt where no format reads the row, or two do and come to different things.
+    Raises CorruptData where no format reads the row, or two do and come to different things.
     """
     if name is not None:
         formats = [row_format for row_format in formats if row_format.name == name]
@@ -53,22 +53,23 @@ def read_row(
     for row_format in [row_format for row_format in complete if row_format.is_renamed] or complete:
         try:
             readings.append((row_format, row_format.read(values)))
-        except Corrupt as error:
+        except CorruptData as error:
             errors.append(error)
     if not readings:
-        raise errors[0] if errors else _explain_missing(values, formats)
+        raise errors[0] if errors else _explain_nearest_format_mismatch(values, formats)
     first, content = readings[0]
     for other, differing in readings[1:]:
         if differing != content:
-            both = f"{first.describe(values, ())} and as {other.describe(values, ())}"
+            both = f"{first.format_name_and_fields(values, ())} and as"
+            both += f" {other.format_name_and_fields(values, ())}"
             decision = f"Set data.fields.format: {first.name} or {other.name}"
             if first.name == other.name:
                 decision = "Leave the fields of one reading out of the row"
-            raise Corrupt(f"the row can be read as {both}, and the readings differ. {decision}")
-    return first.describe(values, shared), content
+            raise CorruptData(f"the row can be read as {both}, and the readings differ. {decision}")
+    return first.format_name_and_fields(values, shared), content
 
 
-def _explain_missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
+def _explain_nearest_format_mismatch(values: Values, formats: Sequence[Format[T]]) -> CorruptData:
     """Return what keeps a row from being of the format whose fields it has most of."""
 
     def count_fields(row_format: Format[T]) -> tuple[int, int]:
@@ -78,11 +79,11 @@ def _explain_missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
     nearest = max(formats, key=count_fields)
     if not any(name in values for name in nearest.fields):
         known = "; ".join(" and ".join(row_format.fields) for row_format in formats)
-        return Corrupt(
-            f"the row needs one of these sets of fields: {known} ({describe_fields(values)}). Name the row's"
-            " fields with data.fields"
+        return CorruptData(
+            f"the row needs one of these sets of fields: {known} ({format_field_names(values)}). Name the"
+            " row's fields with data.fields"
         )
     missing = next(name for name in nearest.fields if values.get(name) is None)
     if missing in values:
-        return Corrupt(f"field {missing}: is null, but must have a value")
-    return Corrupt(f"field {missing}: missing ({describe_fields(values)})")
+        return CorruptData(f"field {missing}: is null, but must have a value")
+    return CorruptData(f"field {missing}: missing ({format_field_names(values)})")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bundle.architectures import VisionArchitecture
 from bundle.data.media import IMAGE, Picture, read_content
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.errors import EnvironmentUnfit
 
 Patches = NDArray[np.float32]  # [n, values of a patch]
@@ -38,8 +38,8 @@ class ImageProcessor:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def read(self, reference: Any, folder: Path) -> Picture:
-        """Return the image that a row names, decoded once. Raise Corrupt, which says what is wrong."""
+    def read_encoded(self, reference: Any, folder: Path) -> Picture:
+        """Return the image that a row names, decoded once. Raise CorruptData, which says what is wrong."""
         image_bytes = read_content(reference, folder, self.limit_bytes, IMAGE)
         height, width, _ = decode_image(image_bytes, self.limit_pixels).shape
         rows, columns = (side // self.vision.patch_size for side in self._compute_size(height, width))
@@ -84,33 +84,35 @@ def decode_image(
 ) -> NDArray[np.uint8]:
     """Return an image [height, width, 3], upright.
 
-    Raise Corrupt for an image with more pixels than `limit_key` allows.
+    Raise CorruptData for an image with more pixels than `limit_key` allows.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes, which are looked at here
-            with import_pillow().open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+            with import_pillow_image_module().open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > limit_pixels:
-                    raise Corrupt(f"an image of {image.width} x {image.height} pixels exceeds {limit_key}")
+                    raise CorruptData(
+                        f"an image of {image.width} x {image.height} pixels exceeds {limit_key}"
+                    )
                 from PIL import ImageOps
 
                 upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (Corrupt, EnvironmentUnfit):
+    except (CorruptData, EnvironmentUnfit):
         raise
     except Exception as error:  # decoders raise what they like about a file
         kinds = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
-        raise Corrupt(
-            f"the image cannot be decoded as {kinds} ({describe_error(error)}). Save it again"
+        raise CorruptData(
+            f"the image cannot be decoded as {kinds} ({strip_buffer_name_from_error(error)}). Save it again"
         ) from error
     return np.asarray(upright)
 
 
-def describe_error(error: Exception) -> str:
+def strip_buffer_name_from_error(error: Exception) -> str:
     """Return the message of a decoder's error without the name of the bytes in memory."""
     return re.sub(r" ?<_io\.BytesIO[^>]*>", "", str(error))
 
 
-def import_pillow() -> Any:
+def import_pillow_image_module() -> Any:
     """Return Pillow's module of images. Raise EnvironmentUnfit where Pillow is not installed."""
     try:
         from PIL import Image
@@ -132,12 +134,12 @@ def compute_size(
     """Return the height and width in whole squares of patches at which `frames` keep the limits of pixels.
 
     The limits `min_pixels` and `max_pixels` are compared with the pixels of `counted_frames` frames. Raise
-    Corrupt where one side is over `MAX_ASPECT_RATIO` times the other.
+    CorruptData where one side is over `MAX_ASPECT_RATIO` times the other.
     """
     unit = vision.patch_size * vision.merge_size
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         size = f"{width} x {height} pixels"
-        raise Corrupt(f"an image of {size}: one side is over {MAX_ASPECT_RATIO} times the other")
+        raise CorruptData(f"an image of {size}: one side is over {MAX_ASPECT_RATIO} times the other")
     rows, columns = round(height / unit) * unit, round(width / unit) * unit
     if counted_frames * rows * columns > max_pixels:
         factor = math.sqrt(frames * height * width / max_pixels)

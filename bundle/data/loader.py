@@ -16,11 +16,11 @@ from bundle.data.samples import (
     SampleBatch,
     Samples,
     SampleSizes,
-    balance_costs,
     draw_permutation,
+    partition_into_equal_size_groups,
 )
 from bundle.distributed import world
-from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
+from bundle.distributed.watchdog import EXTENDED_PATIENCE_SECONDS, Watchdog
 from bundle.distributed.world import find_disagreements, run_on_all_ranks
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
@@ -28,26 +28,26 @@ from bundle.recipe import Recipe
 _log = logging.getLogger(__name__)
 
 # A reader without a report for this long hangs: one document may be as large as a file.
-PATIENCE = PATIENCE_SECONDS
+READER_PATIENCE_SECONDS = EXTENDED_PATIENCE_SECONDS
 # The time between two reports of a reader, and between two lines on the terminal.
 REPORT_SECONDS, LINE_SECONDS = 1.0, 10.0
 MAX_LOGGED_REASONS = 3  # reasons on the terminal, of each kind
 
 
-class _Readers:
+class _ReaderRankReports:
     """The reports of the ranks that read, counted together in the store where ranks met."""
 
     def __init__(self, readers: int) -> None:
         self._store, self._readers = dist.PrefixStore("data", world.get_default_store()), readers
 
-    def report_progress(self) -> None:
+    def send_heartbeat(self) -> None:
         self._store.add("said", 1)
 
     def end(self, *, failed: bool) -> None:
         self._store.add("failed", int(failed))
         self._store.add("ended", 1)
 
-    def count_reports(self) -> int:
+    def count_progress_reports(self) -> int:
         return int(self._store.add("said", 0))
 
     def have_all_finished(self) -> bool:
@@ -64,18 +64,18 @@ def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     different data.
     """
     is_reader = dog.local_rank == 0
-    readers = _Readers(sum(run_on_all_ranks(lambda: is_reader)))
+    readers = _ReaderRankReports(sum(run_on_all_ranks(lambda: is_reader)))
     corpora: list[Corpus] = []
 
     def prepare_rank() -> dict[str, str]:
         if is_reader:
-            corpora.append(_read_corpus(recipe, directory, dog, readers))
+            corpora.append(_read_corpus_as_reader(recipe, directory, dog, readers))
         _wait_for_readers(readers, dog)
         if not is_reader and not readers.have_failed():
             corpora.append(corpus.prepare(recipe, directory))
         return dict(corpora[0].identity) if corpora else {}
 
-    with dog.extend_patience("reading the data", PATIENCE):
+    with dog.extend_patience("reading the data", READER_PATIENCE_SECONDS):
         differences = find_disagreements(run_on_all_ranks(prepare_rank))
     if differences:
         raise EnvironmentUnfit("the ranks have different data. Give every node the same files.", differences)
@@ -86,10 +86,12 @@ def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     return rank_corpus
 
 
-def _read_corpus(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Readers) -> Corpus:
+def _read_corpus_as_reader(
+    recipe: Recipe, directory: Path, dog: Watchdog, readers: _ReaderRankReports
+) -> Corpus:
     def report_progress() -> None:
         dog.report_progress("reading the data")
-        readers.report_progress()
+        readers.send_heartbeat()
 
     failed = True
     try:
@@ -100,11 +102,11 @@ def _read_corpus(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Reade
     return rank_corpus
 
 
-def _wait_for_readers(readers: _Readers, dog: Watchdog) -> None:
+def _wait_for_readers(readers: _ReaderRankReports, dog: Watchdog) -> None:
     """Wait until every reader has ended; the readers' progress counts as progress of this rank."""
     seen, pause = 0, 0.05
     while not readers.have_all_finished():
-        if (report_count := readers.count_reports()) > seen:
+        if (report_count := readers.count_progress_reports()) > seen:
             seen = report_count
             dog.report_progress("waiting for the rank that reads the data")
         time.sleep(pause)
@@ -158,16 +160,16 @@ class Loader:
 
     def read_training_step(self, consumed: int) -> list[SampleBatch]:
         """Return the micro-batches of the step that begins after `consumed` samples of the whole run."""
-        return list(self._build_batches(self._corpus.training, self._draw_samples(consumed)))
+        return list(self._build_rank_micro_batches(self._corpus.training, self._draw_samples(consumed)))
 
     def compute_sizes(self, consumed: int) -> SampleSizes:
         """Return the sizes of that step's samples on all data-parallel ranks together."""
-        return self._corpus.training.compute_sizes(self._draw_samples(consumed))
+        return self._corpus.training.compute_sequence_sizes(self._draw_samples(consumed))
 
     def _draw_samples(self, consumed: int) -> Ints:
         return self._corpus.order.draw_samples(consumed, self._recipe.train.global_batch_size)
 
-    def read_all_training_samples(self) -> Iterator[list[SampleBatch]]:
+    def read_training_samples_once(self) -> Iterator[list[SampleBatch]]:
         """Yield the micro-batches of every training sample, one global batch at a time.
 
         The last global batch is filled up with BLANK_SAMPLE.
@@ -175,7 +177,7 @@ class Loader:
         size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
         numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK_SAMPLE)])
         for first in range(0, len(numbers), size):
-            yield list(self._build_batches(self._corpus.training, numbers[first : first + size]))
+            yield list(self._build_rank_micro_batches(self._corpus.training, numbers[first : first + size]))
 
     def read_validation(self) -> dict[str, list[SampleBatch]]:
         """Return the micro-batches of one evaluation by the name of its samples; they are the same each time.
@@ -189,9 +191,9 @@ class Loader:
         count = min(train.eval_batches * train.global_batch_size, len(samples))
         numbers = draw_permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
         blanks = np.full(-count % train.global_batch_size, BLANK_SAMPLE)
-        return list(self._build_batches(samples, np.concatenate([numbers, blanks])))
+        return list(self._build_rank_micro_batches(samples, np.concatenate([numbers, blanks])))
 
-    def _build_batches(self, samples: Samples, numbers: Ints) -> Iterator[SampleBatch]:
+    def _build_rank_micro_batches(self, samples: Samples, numbers: Ints) -> Iterator[SampleBatch]:
         """Yield the micro-batches of this rank in `numbers`, a whole number of global batches."""
         for global_batch in numbers.reshape(-1, self._recipe.train.global_batch_size):
             for portion in self._select_share(global_batch, samples.count_patches(global_batch)):
@@ -203,11 +205,11 @@ class Loader:
         Where samples have unequal numbers of `patches`, they are balanced over micro-batches and then over
         ranks. All towers then have about as much to do. Micro-batches are the same for any number of ranks.
         """
-        size = self._recipe.train.micro_batch_samples
+        size = self._recipe.train.micro_batch_size_or_one
         micro_batches = np.arange(len(global_batch)).reshape(-1, size)
         shared = np.arange(len(micro_batches)).reshape(-1, self._dp).T
         if len(np.unique(patches)) > 1:
-            micro_batches = balance_costs(patches, len(micro_batches))
-            shared = balance_costs(patches[micro_batches].sum(1), self._dp)
+            micro_batches = partition_into_equal_size_groups(patches, len(micro_batches))
+            shared = partition_into_equal_size_groups(patches[micro_batches].sum(1), self._dp)
         share: Ints = global_batch[micro_batches[shared[self._rank]]]
         return share

@@ -14,22 +14,22 @@ from bundle.data.conversations import (
     RESPONSE,
     ROLE_ALIASES,
     SHAREGPT_FIELD,
-    UNREAD_FIELDS,
+    UNSUPPORTED_MEDIA_FIELDS,
     Conversation,
     Message,
     build_conversation,
     has_kto_label,
+    list_format_independent_fields,
     list_kto_label_fields,
-    list_shared_fields,
     read_answer,
     read_answered_messages,
-    read_instruction,
+    read_history_and_query,
+    read_instruction_prompt,
     read_messages,
-    read_prompt,
-    read_query,
+    read_prompt_messages,
 )
-from bundle.data.formats import Format, is_renamed, read_row
-from bundle.data.sources import Corrupt, Values, read_text
+from bundle.data.formats import Format, is_renamed, read_unambiguous_row
+from bundle.data.sources import CorruptData, Values, read_text
 from bundle.recipe.data import Data, Fields
 
 # The fields of ms-swift for the worse answer; the row's conversation is the better one.
@@ -44,29 +44,38 @@ class AnswerPair(NamedTuple):
     rejected: list[Message]
 
 
-def list_columns(fields: Fields) -> tuple[str, ...]:
+def list_readable_columns(fields: Fields) -> tuple[str, ...]:
     """Return all fields of a row that `read_preference` reads."""
     read = [
         name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
     ]
     return tuple(
-        dict.fromkeys((*read, *list_shared_fields(fields), *list_kto_label_fields(fields), *UNREAD_FIELDS))
+        dict.fromkeys(
+            (
+                *read,
+                *list_format_independent_fields(fields),
+                *list_kto_label_fields(fields),
+                *UNSUPPORTED_MEDIA_FIELDS,
+            )
+        )
     )
 
 
 def read_preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
     """Return the two conversations of a row, the better one first; nothing in their prompt is learned.
 
-    Raise Corrupt, which says what is wrong with which field.
+    Raise CorruptData, which says what is wrong with which field.
     """
     fields, formats = data.fields, _list_formats(data.fields)
     if has_kto_label(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
-        raise Corrupt(
+        raise CorruptData(
             "the row has one answer and says whether it is good (KTO), but DPO compares two answers. Make"
             f" rows with {fields.chosen} and {fields.rejected}, or set task: sft, which trains on the good"
             " answers"
         )
-    format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, list_shared_fields(fields))
+    format_, (prompt, chosen, rejected) = read_unambiguous_row(
+        values, formats, fields.format, list_format_independent_fields(fields)
+    )
     better, worse = (
         build_conversation([dict(message) for message in (*prompt, *answer)], values, data, len(prompt))
         for answer in (chosen, rejected)
@@ -88,7 +97,7 @@ def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
         return not any(_has_prompt(values[name]) for name in (chosen, rejected))
 
     def build_prompt_reader(name: str) -> Callable[[Values], list[Message]]:
-        return lambda values: read_prompt(values, name)
+        return lambda values: read_prompt_messages(values, name)
 
     return [
         Format(
@@ -115,7 +124,7 @@ def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
         Format(
             "alpaca",
             (INSTRUCTION, chosen, rejected),
-            build_pair_reader(read_instruction),
+            build_pair_reader(read_instruction_prompt),
             (INPUT, HISTORY),
             is_renamed=has_renamed_answers,
             fits=are_answers,
@@ -123,13 +132,13 @@ def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
         Format(
             "trl",
             (chosen, rejected),
-            lambda values: _read_full_pair(values, fields),
+            lambda values: _read_implicit_prompt_pair(values, fields),
             is_renamed=has_renamed_answers,
         ),
         Format(
             "ms-swift",
             (messages, REJECTED_RESPONSE),
-            lambda values: _replace_ending(
+            lambda values: _add_rejected_response(
                 read_answered_messages(values[messages], messages), values, messages
             ),
             is_renamed=is_renamed(fields, "messages"),
@@ -143,8 +152,11 @@ def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
         Format(
             "ms-swift",
             (QUERY, RESPONSE, REJECTED_RESPONSE),
-            lambda values: _replace_ending(
-                [*read_query(values), {"role": "assistant", "content": read_text(values, RESPONSE)}],
+            lambda values: _add_rejected_response(
+                [
+                    *read_history_and_query(values),
+                    {"role": "assistant", "content": read_text(values, RESPONSE)},
+                ],
                 values,
                 RESPONSE,
             ),
@@ -156,11 +168,11 @@ def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
 def _build_pair(
     prompt: list[Message], chosen: list[Message], rejected: list[Message], field_names: tuple[str, str]
 ) -> AnswerPair:
-    """Return the answers with their prompt. Raises Corrupt where there is nothing to prefer."""
+    """Return the answers with their prompt. Raises CorruptData where there is nothing to prefer."""
     if chosen == rejected:
-        raise Corrupt(f"fields {' and '.join(field_names)}: are the same, so neither is better")
+        raise CorruptData(f"fields {' and '.join(field_names)}: are the same, so neither is better")
     if not chosen or not rejected:
-        raise Corrupt(
+        raise CorruptData(
             f"fields {' and '.join(field_names)}: one begins with all messages of the other, so a second"
             " answer is missing"
         )
@@ -174,17 +186,17 @@ def _has_prompt(answer: Any) -> bool:
     return isinstance(role, str) and role not in CALL_ROLES and ROLE_ALIASES.get(role, role) != "assistant"
 
 
-def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
+def _read_implicit_prompt_pair(values: Values, fields: Fields) -> AnswerPair:
     """Return the pair of two conversations that begin with their prompt."""
     chosen, rejected = fields.chosen, fields.rejected
     has_prompt = [_has_prompt(values[name]) for name in (chosen, rejected)]
     if not any(has_prompt):
-        raise Corrupt(
+        raise CorruptData(
             f"no prompt: the row needs a field {fields.prompt}, {fields.messages}, {SHAREGPT_FIELD} or"
             f" {INSTRUCTION}. Without it, {chosen} and {rejected} must both begin with the prompt"
         )
     if not all(has_prompt):
-        raise Corrupt(
+        raise CorruptData(
             f"fields {chosen} and {rejected}: only one of them begins with the prompt. Let both or neither"
             " begin with it"
         )
@@ -192,7 +204,7 @@ def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
     if isinstance(values.get(fields.prompt), list):
         prompt = read_messages(values[fields.prompt], fields.prompt)
         if pair.prompt[: len(prompt)] != prompt:
-            raise Corrupt(
+            raise CorruptData(
                 f"field {fields.prompt}: {chosen} and {rejected} begin with another prompt. Leave the"
                 f" prompt out of {chosen} and {rejected}, or rename the field {fields.prompt}"
             )
@@ -205,11 +217,11 @@ def _split_prompt(values: Values, chosen: str, rejected: str) -> AnswerPair:
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False))
     prompt = [message for message, _ in pairs]
     if not prompt and (better or worse):
-        raise Corrupt(f"fields {chosen} and {rejected}: begin with different prompts")
+        raise CorruptData(f"fields {chosen} and {rejected}: begin with different prompts")
     return _build_pair(prompt, better[len(prompt) :], worse[len(prompt) :], (chosen, rejected))
 
 
-def _replace_ending(better: list[Message], values: Values, name: str) -> AnswerPair:
+def _add_rejected_response(better: list[Message], values: Values, name: str) -> AnswerPair:
     """Return the pair of a conversation and another last answer to it."""
     *prompt, chosen = better
     rejected: Message = {"role": "assistant", "content": read_text(values, REJECTED_RESPONSE)}

@@ -15,14 +15,14 @@ from bundle import files, hub
 from bundle.architectures import VisionArchitecture, from_config
 from bundle.data.images import ImageProcessor, Patches
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.videos import VideoProcessor
 from bundle.errors import UsageError, format_value
 from bundle.recipe import Recipe
 from bundle.recipe import data as recipe_data
 
 _PROCESSOR_CONFIG = "processor_config.json"
-_CONFIG_FILES = {
+_PREPROCESSOR_CONFIG_FILES = {
     IMAGE: ("preprocessor_config.json",),
     VIDEO: ("video_preprocessor_config.json", "preprocessor_config.json"),
 }
@@ -30,13 +30,13 @@ _CONFIG_FILES = {
 # for each way to take them, by whether frames are separate.
 _CLIP_MEAN_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF_MEAN_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-_IMAGE_DEFAULTS = (56 * 56, 28 * 28 * 1280), _CLIP_MEAN_STD
-_VIDEO_DEFAULTS = {
+_DEFAULT_PIXEL_LIMITS_MEAN_STD = (56 * 56, 28 * 28 * 1280), _CLIP_MEAN_STD
+_VIDEO_DEFAULTS_BY_SEPARATE_FRAMES = {
     False: ((128 * 28 * 28, 28 * 28 * 768), _CLIP_MEAN_STD),
     True: ((128 * 32 * 32, 32 * 32 * 768), _HALF_MEAN_STD),
 }
 _DEFAULT_FPS, _FRAME_LIMITS = 2.0, (4, 768)
-_MAX_NUMBER = 2**31 - 1
+_MAX_SETTING_VALUE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MediaProcessor:
             return None
         kind, _, tokenizer = recipe.data.tokenizer.partition(":")
         places = [recipe.model.path, tokenizer if kind == "hf" else None]
-        directories = [Path(hub.find_local_path(place)) for place in places if place]
+        directories = [Path(hub.resolve_pinned_path(place)) for place in places if place]
         return cls._build(recipe.architecture.vision, directories, recipe.data.images, recipe.data.videos)
 
     @classmethod
@@ -86,26 +86,28 @@ class MediaProcessor:
         """The vision tower."""
         return self.images.vision
 
-    def read(self, medium: Medium, folder: Path) -> Picture:
-        """Return the image or video that a row names, decoded once. Raise Corrupt, which names its file."""
+    def read_encoded(self, medium: Medium, folder: Path) -> Picture:
+        """Return the medium that a row names, decoded once. Raise CorruptData, which names the file."""
         try:
-            return self._read(medium, folder)
-        except Corrupt as error:
+            return self._read_by_kind(medium, folder)
+        except CorruptData as error:
             if not isinstance(medium.reference, str) or medium.reference.startswith("data:"):
                 raise
             before = f"{medium.kind} {format_value(medium.reference)}"
-            raise Corrupt(str(error) if str(error).startswith(before) else f"{before}: {error}") from error
+            raise CorruptData(
+                str(error) if str(error).startswith(before) else f"{before}: {error}"
+            ) from error
 
-    def _read(self, medium: Medium, folder: Path) -> Picture:
+    def _read_by_kind(self, medium: Medium, folder: Path) -> Picture:
         if medium.kind == IMAGE:
-            return self.images.read(medium.reference, folder)
+            return self.images.read_encoded(medium.reference, folder)
         v = self.vision
-        if v.video_token is None or (v.has_separate_frames and None in (v.start_token, v.end_token)):
-            raise Corrupt(
+        if v.video_token is None or (v.has_frame_timestamps and None in (v.start_token, v.end_token)):
+            raise CorruptData(
                 "the model's config has no video_token_id, or no start and end tokens for it, which"
                 " videos need"
             )
-        return self.videos.read(medium, folder)
+        return self.videos.read_encoded(medium, folder)
 
     def extract_patches(self, picture: Picture) -> Patches:
         """Return the patches [n, values] of an image or video that `read` has accepted."""
@@ -120,10 +122,10 @@ def _build_image_processor(
     vision: VisionArchitecture, directories: Sequence[Path], limits: recipe_data.ImagesSection
 ) -> ImageProcessor:
     location, settings = _read_settings(directories, IMAGE, vision)
-    pixels, colours = _IMAGE_DEFAULTS
+    pixels, colours = _DEFAULT_PIXEL_LIMITS_MEAN_STD
     least, most = _choose_pixel_limits(settings, limits, pixels, "data.images", location)
     return ImageProcessor(
-        vision, limits.limit_bytes, limits.limit_pixels, least, most, *_choose_mean_std(settings, colours)
+        vision, limits.limit_bytes, limits.limit_pixels, least, most, *_read_mean_and_std(settings, colours)
     )
 
 
@@ -131,8 +133,8 @@ def _build_video_processor(
     vision: VisionArchitecture, directories: Sequence[Path], limits: recipe_data.VideosSection
 ) -> VideoProcessor:
     location, settings = _read_settings(directories, VIDEO, vision)
-    pixels, colours = _VIDEO_DEFAULTS[vision.has_separate_frames]
-    if vision.has_separate_frames:  # its class knows no other words
+    pixels, colours = _VIDEO_DEFAULTS_BY_SEPARATE_FRAMES[vision.has_frame_timestamps]
+    if vision.has_frame_timestamps:  # its class knows no other words
         settings = {
             name: value for name, value in settings.items() if name not in ("min_pixels", "max_pixels")
         }
@@ -154,7 +156,7 @@ def _build_video_processor(
         many,
         least,
         most,
-        *_choose_mean_std(settings, colours),
+        *_read_mean_and_std(settings, colours),
     )
 
 
@@ -174,7 +176,7 @@ def _choose_pixel_limits(
     return least, most
 
 
-def _choose_mean_std(
+def _read_mean_and_std(
     settings: Mapping[str, Any], defaults: tuple[Sequence[float], Sequence[float]]
 ) -> Iterator[tuple]:
     return (
@@ -194,7 +196,7 @@ def _read_settings(
     for directory in directories:
         sections = {
             name: files.read_json_object(directory / name)
-            for name in (_PROCESSOR_CONFIG, *_CONFIG_FILES[kind])
+            for name in (_PROCESSOR_CONFIG, *_PREPROCESSOR_CONFIG_FILES[kind])
             if files.is_file(directory / name)
         }
         sections[_PROCESSOR_CONFIG] = sections.get(_PROCESSOR_CONFIG, {}).get(f"{kind}_processor") or {}
@@ -235,8 +237,8 @@ def _list_invalid(settings: Mapping[str, Any]) -> Iterator[str]:
     counts = {name: settings.get(name) for name in ("min_pixels", "max_pixels", "min_frames", "max_frames")}
     counts |= {f"size.{edge}": size.get(edge) for edge in ("shortest_edge", "longest_edge")}
     for name, value in counts.items():
-        if value is not None and not (type(value) is int and 0 < value <= _MAX_NUMBER):
-            yield f"{name} {format_value(value)}: must be a whole number from 1 to {_MAX_NUMBER}"
+        if value is not None and not (type(value) is int and 0 < value <= _MAX_SETTING_VALUE):
+            yield f"{name} {format_value(value)}: must be a whole number from 1 to {_MAX_SETTING_VALUE}"
     if (fps := settings.get("fps")) is not None and not (_is_number(fps) and fps > 0):
         yield f"fps {format_value(fps)}: must be a number above 0"
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
@@ -249,4 +251,4 @@ def _list_invalid(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MAX_NUMBER  # nor is NaN one
+    return type(value) in (int, float) and abs(value) <= _MAX_SETTING_VALUE  # nor is NaN one

@@ -14,9 +14,9 @@ from bundle.data import chat, media
 from bundle.data.chat import ChatTemplate, PlainTemplate
 from bundle.data.conversations import Conversation
 from bundle.data.corpus import find_end_tokens
-from bundle.data.media import PLACEHOLDERS, Column
+from bundle.data.media import MEDIA_KIND_BY_PLACEHOLDER, Column
 from bundle.data.processing import MediaProcessor
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenization import expand_media_tokens, read_media
 from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from bundle.errors import UsageError, format_value
@@ -25,7 +25,7 @@ from bundle.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBuilder:
     """A tokenizer and a writer of prompts; without a writer a prompt is a text that the model continues."""
 
     tokenizer: Tokenizer
@@ -40,22 +40,22 @@ class Prompts:
         if (writer := cast(Any, self._writer)) is None:
             return (end,)
         says = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
-        (drafts,) = writer.draft([writer.prepare(Conversation(says, [1]))])
-        if isinstance(drafts, Corrupt):
+        (drafts,) = writer.draft([writer.prepare_render_request(Conversation(says, [1]))])
+        if isinstance(drafts, CorruptData):
             raise UsageError(f"data.template: {drafts}")
         (document,) = writer.encode([draft for draft, _ in drafts])
         learned = np.ones(len(document.ids), np.bool_) if document.loss_mask is None else document.loss_mask
         return (end, *sorted(find_end_tokens(document.ids, learned, self.tokenizer) - {end}))
 
     @classmethod
-    def from_recipe(cls, job: Recipe) -> "Prompts":
+    def from_recipe(cls, job: Recipe) -> "PromptBuilder":
         """Return the prompts in the format of a job's rows."""
         text_tokenizer = load_tokenizer(job.data.tokenizer, job.architecture.vocab_size)
-        writer = None if job.task_traits.reads_text else chat.build_writer(job.data, text_tokenizer)
+        writer = None if job.task_traits.has_plain_text_rows else chat.build_writer(job.data, text_tokenizer)
         return cls(text_tokenizer, writer, lambda: MediaProcessor.from_recipe(job))
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "Prompts":
+    def from_directory(cls, directory: Path) -> "PromptBuilder":
         """Return the prompts of a Hugging Face directory, written by its chat template where it has one."""
         text_tokenizer = HuggingFaceTokenizer(directory)
         writer = (
@@ -78,15 +78,15 @@ class Prompts:
         """
         try:
             return self._build_prompt(text, {kind: paths for kind, paths in media_paths.items() if paths})
-        except Corrupt as error:
+        except CorruptData as error:
             raise UsageError(f"--prompt {format_value(text)}: {error}") from error
 
     def _build_prompt(self, text: str, media_paths: Mapping[str, Sequence[Path]]) -> Prompt:
         if self._writer is None:
             if media_paths:
-                raise Corrupt("images and videos need a chat template, and the model has none")
+                raise CorruptData("images and videos need a chat template, and the model has none")
             return Prompt([*self._prefix_ids, *self.tokenizer.encode([text])[0].tolist()])
-        for mark, kind in reversed(PLACEHOLDERS.items()):
+        for mark, kind in reversed(MEDIA_KIND_BY_PLACEHOLDER.items()):
             text = text if mark in text else mark * len(media_paths.get(kind, ())) + text
         messages = [{"role": "user", "content": text}]
         columns = {

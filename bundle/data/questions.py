@@ -8,22 +8,22 @@ from itertools import islice
 from typing import Any
 
 from bundle.data import chat
-from bundle.data.conversations import Message, build_conversation, read_conversation, read_prompt
-from bundle.data.prompts import Prompts
+from bundle.data.conversations import Message, build_conversation, read_conversation, read_prompt_messages
+from bundle.data.prompts import PromptBuilder
 from bundle.data.samples import ORDER_GENERATOR, Blend
-from bundle.data.sources import MAX_REASONS, Corrupt, DataErrors, Values, read_rows
+from bundle.data.sources import MAX_REASONS, CorruptData, DataErrors, Values, read_rows
 from bundle.data.tokenizers import Tokenizer, load_tokenizer
 from bundle.errors import UsageError, format_value
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
 from bundle.recipe.datafiles import DataFile, expand
 from bundle.recipe.rl import RL
-from bundle.recipe.rl_rules import find_room
+from bundle.recipe.rl_rules import compute_max_prompt_completion_length
 from bundle.recipe.rules import explain_unfit_source
 from bundle.rewards.pool import describe_missing_reference
 
 # Rows whose tokens are made at once.
-ROWS_TOGETHER = 256
+TOKENIZATION_BATCH_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class QuestionSet:
+class JoinedQuestions:
     """The questions of some data sets, one set after the other, and what was left out of them."""
 
     questions: tuple[Question, ...]
@@ -68,8 +68,8 @@ class QuestionSet:
 class Questions:
     """Questions to learn from, in which order, those to evaluate with, and what an answer ends with."""
 
-    training: QuestionSet
-    evaluation: QuestionSet | None
+    training: JoinedQuestions
+    evaluation: JoinedQuestions | None
     order: Blend
     stop: tuple[int, ...]  # ids that end an answer, the end of text first
     tokenizer: Tokenizer
@@ -98,9 +98,9 @@ def prepare_questions(recipe: Recipe) -> Questions:
     assert recipe.rl is not None, "the rules of a recipe require it for task rl"
     data, settings = recipe.data, recipe.rl.evaluation
     encoder = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-    reader = _Reader(recipe, recipe.rl, encoder)
+    reader = _RLPromptReader(recipe, recipe.rl, encoder)
     stop = reader.list_answer_end_ids()
-    training = reader.read_sets(data, data.data_sets, "data.path", is_learned=True)
+    training = reader.read_sets(data, data.training_set_paths, "data.path", is_learned=True)
     evaluation = None
     if settings is not None:
         only = data.model_copy(update={"path": settings.path, "source": settings.source or data.source})
@@ -111,18 +111,18 @@ def prepare_questions(recipe: Recipe) -> Questions:
     return Questions(training, evaluation, order, stop, encoder)
 
 
-class _Reader:
+class _RLPromptReader:
     """Reads and renders rows; `violations` has all that is wrong with any set."""
 
     def __init__(self, recipe: Recipe, rl: RL, encoder: Tokenizer) -> None:
         self.violations: list[str] = []
         self._data, self._rl, self._encoder = recipe.data, rl, encoder
         self._writer: Any = chat.build_writer(recipe.data, encoder)
-        self._room = find_room(recipe)
+        self._room = compute_max_prompt_completion_length(recipe)
 
     def list_answer_end_ids(self) -> tuple[int, ...]:
         """Return the ids that end an answer: those of the template, then those of rl.rollout.stop."""
-        ends = list(Prompts(self._encoder, self._writer, lambda: None).end_tokens)
+        ends = list(PromptBuilder(self._encoder, self._writer, lambda: None).end_tokens)
         texts = self._rl.rollout.stop
         for text, ids in zip(texts, self._encoder.encode(texts) if texts else (), strict=True):
             if len(ids) != 1:
@@ -135,7 +135,7 @@ class _Reader:
 
     def read_sets(
         self, data: Data, data_sets: Sequence[Sequence[str]], key: str, *, is_learned: bool
-    ) -> QuestionSet:
+    ) -> JoinedQuestions:
         """Return the questions of data sets, whose paths stand under `key`."""
         questions: list[Question] = []
         sizes: list[int] = []
@@ -148,7 +148,7 @@ class _Reader:
                     raise UsageError(f"{key}: {reason}")
                 read = [*self._read(sources, errors, is_learned=is_learned)]
                 noted.extend(errors.dump())
-                errors.conclude()
+                errors.summarize_or_raise_by_policy()
                 if not read:
                     names = ", ".join(paths)[:200]
                     raise UsageError(f"{key}: {names}: no question is left. Name rows with questions.")
@@ -161,7 +161,9 @@ class _Reader:
             ]
             sizes.append(len(read))
         lines = (*noted.corrupt.format_lines(), *noted.deleted.format_lines())[:MAX_REASONS]
-        return QuestionSet(tuple(questions), tuple(sizes), noted.corrupt.count, noted.deleted.count, lines)
+        return JoinedQuestions(
+            tuple(questions), tuple(sizes), noted.corrupt.count, noted.deleted.count, lines
+        )
 
     def _read(
         self, sources: Iterable[DataFile], errors: DataErrors, *, is_learned: bool
@@ -169,52 +171,54 @@ class _Reader:
         """Yield place, row, ids and response of each question; `errors` note the other rows."""
         read = read_rows([*sources], None, errors)
         drafted = errors.convert_rows(read, lambda row: (row, self._draft(row, is_learned=is_learned)))
-        while batch := [*islice(drafted, ROWS_TOGETHER)]:
+        while batch := [*islice(drafted, TOKENIZATION_BATCH_ROWS)]:
             documents = iter(self._writer.encode([draft for _, (_, drafts) in batch for draft in drafts]))
             for place, (row, drafts) in batch:
                 ids, *responses = [next(documents) for _ in drafts]
                 question = tuple(ids.ids.tolist())
                 response = tuple(responses[0].ids[responses[0].loss_mask].tolist()) if responses else ()
-                if self._fits(place, question, response, errors):
+                if self._has_room_for_answer(place, question, response, errors):
                     yield place, row, question, response
 
     def _draft(self, row: Values, *, is_learned: bool) -> list[Any]:
         """Return the question of a row as a draft, and the draft of its answer where a warm start learns it.
 
-        Raise Corrupt for a row that is not a question.
+        Raise CorruptData for a row that is not a question.
         """
-        messages = read_prompt(row, self._data.fields.prompt)
+        messages = read_prompt_messages(row, self._data.fields.prompt)
         answer: Message = {"role": "assistant", "content": "."}
         # With an answer it is a conversation, which has the row's system message, tools and images.
         conversation = build_conversation([*messages, answer], row, self._data, len(messages))
         if conversation.tools:
-            raise Corrupt(
+            raise CorruptData(
                 f"field {self._data.fields.tools}: tools are not rendered in questions. Leave them out"
             )
         if conversation.media:
-            raise Corrupt(f"the row has {conversation.media[0].kind}s, but questions must be text")
+            raise CorruptData(f"the row has {conversation.media[0].kind}s, but questions must be text")
         if reason := describe_missing_reference(self._rl.rewards, row, self._data.fields.response):
-            raise Corrupt(reason)
+            raise CorruptData(reason)
         question = self._writer.write_prompt(conversation.messages[:-1])
         if not (is_learned and self._rl.warm_start_steps):
             return [question]
         try:
             answered = read_conversation(row, self._data)
-        except Corrupt as error:
-            raise Corrupt(
+        except CorruptData as error:
+            raise CorruptData(
                 f"rl.warm_start_steps: trains on the row's answer, which cannot be read: {error}"
             ) from error
         answered = replace(answered, learned_turns=[len(answered.messages) - 1])
-        (drafts,) = self._writer.draft([self._writer.prepare(answered)])
-        if isinstance(drafts, Corrupt):
+        (drafts,) = self._writer.draft([self._writer.prepare_render_request(answered)])
+        if isinstance(drafts, CorruptData):
             raise drafts
         return [question, drafts[-1][0]]
 
-    def _fits(self, place: str, ids: tuple[int, ...], response: tuple[int, ...], errors: DataErrors) -> bool:
+    def _has_room_for_answer(
+        self, place: str, ids: tuple[int, ...], response: tuple[int, ...], errors: DataErrors
+    ) -> bool:
         """Return whether the longest answer has room behind a question; `errors` note where it has not."""
         longest = max(self._rl.rollout.max_completion_length, len(response))
         if not ids:
-            errors.add(place, "the question has no tokens")
+            errors.record_corrupt_data(place, "the question has no tokens")
         elif len(ids) + longest > self._room:
             reason = (
                 f"rl.rollout.max_completion_length: {longest} tokens of answer plus {len(ids)} tokens of"

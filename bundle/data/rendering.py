@@ -23,9 +23,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-RENDERING_SECONDS = 2  # of computing for one rendering, which takes a millisecond
-OUTPUT_BYTES = 8 * 10**6
-MEMORY_BYTES = 2**30
+MAX_RENDERING_CPU_SECONDS = 2  # of computing for one rendering, which takes a millisecond
+MAX_OUTPUT_BYTES = 8 * 10**6
+MAX_MEMORY_BYTES = 2**30
 # Unicode says that these are in no text.
 BEGIN, END, PLACEHOLDER = "\ufdd0", "\ufdd1", "\ufdd2"
 THOUGHT_END = "</think>"
@@ -37,11 +37,11 @@ Tools = list[dict[str, Any]] | None
 Part = tuple[int, int]  # characters of a text, from and to
 
 
-class Refusal(Exception):
+class RenderingError(Exception):
     """Why a conversation cannot be written."""
 
 
-class Rendering(NamedTuple):
+class GenerationMarkedText(NamedTuple):
     """A text, and the parts of it that the template marks by {% generation %}."""
 
     text: str
@@ -69,7 +69,7 @@ class Generation(Extension):
         return [begin, nodes.Scope(body, lineno=line), end]
 
 
-class _Namespace(Namespace):
+class _SandboxedNamespace(Namespace):
     """Takes no names that begin with an underscore, by which a template could leave the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:  # a value may be called self
@@ -83,7 +83,7 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
 
-def is_marked(source: str) -> bool:
+def has_generation_tag(source: str) -> bool:
     """Return whether a template marks what the assistant says."""
     return bool(re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source))
 
@@ -96,11 +96,11 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        _add_functions(environment, today)
+        _add_transformers_functions(environment, today)
         self._source, self._variables = source, variables
         with _kill_after_cpu_time():  # constants are computed here
             self._template = environment.from_string(source)
-        self._is_marked = is_marked(source)
+        self._is_marked = has_generation_tag(source)
 
     def write_prompt(self, messages: list[Message]) -> list[Sample]:
         """Return the text before the assistant's next answer, in which nothing is learned."""
@@ -113,8 +113,8 @@ class Template:
         it rewrites a turn later, such as without its thoughts, a sample ends with that turn.
         """
         if tools and "tools" not in self._source:
-            raise Refusal("the chat template does not render the tools of the row")
-        messages = [_with_thoughts(message) for message in messages]
+            raise RenderingError("the chat template does not render the tools of the row")
+        messages = [_with_all_thought_keys(message) for message in messages]
         ends = {index: self._render(messages[: index + 1], tools) for index in turns}
         full_rendering = ends.get(len(messages) - 1) or self._render(messages, tools)
         every_turn = len(turns) == sum(message["role"] == "assistant" for message in messages)
@@ -124,12 +124,12 @@ class Template:
             and all(full_rendering.text.startswith(end.text) for end in ends.values())
         ):
             for index in turns:
-                _refuse_left_out(messages[index], full_rendering.text, full_rendering.spans)
+                _check_learned_text_complete(messages[index], full_rendering.text, full_rendering.spans)
             return [Sample(full_rendering.text, full_rendering.spans, len(messages))]
         samples: list[Sample] = []
         for index in turns:
             sample = self._write_turn(messages, tools, index, ends[index])
-            _refuse_left_out(messages[index], sample.text, sample.parts)
+            _check_learned_text_complete(messages[index], sample.text, sample.parts)
             if samples and sample.text.startswith(samples[-1].text):
                 sample = sample._replace(parts=samples.pop().parts + sample.parts)
             samples.append(sample)
@@ -137,14 +137,18 @@ class Template:
             samples[-1] = samples[-1]._replace(text=full_rendering.text, messages=len(messages))
         return samples
 
-    def _write_turn(self, messages: list[Message], tools: Tools, index: int, end: Rendering) -> Sample:
+    def _write_turn(
+        self, messages: list[Message], tools: Tools, index: int, end: GenerationMarkedText
+    ) -> Sample:
         """Return the sample that ends with message `index`, of which `end` is the rendering."""
         if index == 0:
-            raise Refusal("message 0: an assistant message cannot be the first one for a chat template")
+            raise RenderingError(
+                "message 0: an assistant message cannot be the first one for a chat template"
+            )
         earlier, answer = messages[:index], messages[index]
         prompt = self._render(earlier, tools, prompt=True).text
         if end.text.startswith(prompt):
-            return self._cut(prompt, end, len(prompt), index + 1)
+            return self._append_turn_to_prompt(prompt, end, len(prompt), index + 1)
         # The prompt opens what the turn is written without, such as thoughts: learned is the turn from
         # where any answer begins.
         probe_text = self._render([*earlier, {**answer, "content": PLACEHOLDER}], tools).text
@@ -155,7 +159,7 @@ class Template:
             and end.text.startswith(prompt[:shared])
             and (not opening or opening.strip().endswith(THOUGHT_END))
         ):
-            return self._cut(prompt[:shared], end, shared, index + 1)
+            return self._append_turn_to_prompt(prompt[:shared], end, shared, index + 1)
         # This turn changes how earlier ones are written, and the model is asked before it does: the answer
         # stands behind what the prompt ends with, from the last message's content on.
         *before, last = earlier
@@ -164,12 +168,14 @@ class Template:
         other = self._render([*earlier, {"role": "assistant", "content": PLACEHOLDER}], tools).text
         at = end.text.rfind(asking, 0, _count_common_prefix(end.text, other))
         if at >= 0:
-            return self._cut(prompt, end, at + len(asking), index + 1)
-        raise Refusal(
+            return self._append_turn_to_prompt(prompt, end, at + len(asking), index + 1)
+        raise RenderingError(
             f"message {index}: the chat template's generation prompt differs from the text before this turn"
         )
 
-    def _cut(self, prompt: str, end: Rendering, at: int, messages: int) -> Sample:
+    def _append_turn_to_prompt(
+        self, prompt: str, end: GenerationMarkedText, at: int, messages: int
+    ) -> Sample:
         """Return the sample of `prompt` and what `end` has from character `at` on."""
         text, shift = prompt + end.text[at:], len(prompt) - at
         if self._is_marked:
@@ -178,13 +184,13 @@ class Template:
             parts = [(len(prompt), len(text))]
         return Sample(text, parts, messages)
 
-    def _render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> Rendering:
-        if self._joins_arguments:
-            messages = [_with_json_arguments(message) for message in messages]
+    def _render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> GenerationMarkedText:
+        if self._needs_serialized_arguments:
+            messages = [_with_serialized_arguments(message) for message in messages]
         return (
             _split_marks(self._generate(messages, tools, prompt))
             if self._is_marked
-            else Rendering(self._generate(messages, tools, prompt), [])
+            else GenerationMarkedText(self._generate(messages, tools, prompt), [])
         )
 
     def _generate(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
@@ -194,7 +200,7 @@ class Template:
             return _join_pieces(self._template.generate(**{**self._variables, **arguments}))
 
     @cached_property
-    def _joins_arguments(self) -> bool:
+    def _needs_serialized_arguments(self) -> bool:
         """True if the template joins a call's arguments to text, as DeepSeek-V3's does.
 
         The arguments must then be JSON text.
@@ -209,20 +215,20 @@ class Template:
             except (TypeError, TemplateError):
                 return False
 
-        return not writes(call) and writes(_with_json_arguments(call))
+        return not writes(call) and writes(_with_serialized_arguments(call))
 
 
 @contextmanager
 def _kill_after_cpu_time() -> Iterator[None]:
-    """Let the system end this process if the body, in any code, computes longer than `RENDERING_SECONDS`."""
-    signal.setitimer(signal.ITIMER_PROF, RENDERING_SECONDS)
+    """Let the system end this process if the body computes longer than `MAX_RENDERING_CPU_SECONDS`."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_RENDERING_CPU_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _add_functions(environment: Environment, today: str | None) -> None:
+def _add_transformers_functions(environment: Environment, today: str | None) -> None:
     """Add what transformers adds to the filters and functions of jinja2."""
 
     def to_json(
@@ -240,29 +246,29 @@ def _add_functions(environment: Environment, today: str | None) -> None:
         raise TemplateError(message)
 
     environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_exception, "namespace": _Namespace}
+    environment.globals |= {"raise_exception": raise_exception, "namespace": _SandboxedNamespace}
     environment.globals["dict"] = lambda *args, **values: dict(*args, **values)
     if today is not None:
         environment.globals["strftime_now"] = datetime.combine(date.fromisoformat(today), time()).strftime
 
 
 def _join_pieces(pieces: Iterator[str]) -> str:
-    """Return the pieces as one text. Raises Refusal beyond `OUTPUT_BYTES`."""
+    """Return the pieces as one text. Raises RenderingError beyond `MAX_OUTPUT_BYTES`."""
     text, size = [], 0
     for piece in pieces:
         text.append(piece)
         size += len(piece.encode(errors="replace"))
-        if size > OUTPUT_BYTES:
-            raise Refusal(f"the chat template writes more than {OUTPUT_BYTES // 10**6} MB")
+        if size > MAX_OUTPUT_BYTES:
+            raise RenderingError(f"the chat template writes more than {MAX_OUTPUT_BYTES // 10**6} MB")
     return "".join(text)
 
 
-def _split_marks(text: str) -> Rendering:
+def _split_marks(text: str) -> GenerationMarkedText:
     """Return the text without marks, and the parts between them."""
     pieces = re.split(f"[{BEGIN}{END}]", text)  # every other piece stood between two marks
     ends = list(accumulate(map(len, pieces)))
     spans = zip(ends[::2], ends[1::2], strict=False)
-    return Rendering("".join(pieces), [(begin, end) for begin, end in spans if begin < end])
+    return GenerationMarkedText("".join(pieces), [(begin, end) for begin, end in spans if begin < end])
 
 
 def _count_common_prefix(first: str, other: str) -> int:
@@ -274,13 +280,13 @@ def _count_common_prefix(first: str, other: str) -> int:
     return low
 
 
-def _with_thoughts(message: Message) -> Message:
+def _with_all_thought_keys(message: Message) -> Message:
     """Return the message with its thoughts under all names that templates read, as transformers 5 does."""
     thoughts = next((message[name] for name in THOUGHT_KEYS if message.get(name) is not None), None)
     return message if thoughts is None else {**dict.fromkeys(THOUGHT_KEYS[:2], thoughts), **message}
 
 
-def _with_json_arguments(message: Message) -> Message:
+def _with_serialized_arguments(message: Message) -> Message:
     """Return the message with the arguments of its calls as JSON, and no content where it is blank."""
     if "tool_calls" not in message:
         return message
@@ -292,48 +298,50 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
-def _refuse_left_out(message: Message, text: str, parts: Sequence[Part]) -> None:
-    """Raise Refusal where the learned text lacks something that the assistant says.
+def _check_learned_text_complete(message: Message, text: str, parts: Sequence[Part]) -> None:
+    """Raise RenderingError where the learned text lacks something that the assistant says.
 
     A template may strip white space.
     """
     learned = [text[begin:until] for begin, until in parts]
     *thoughts, answer = message["content"].split(THOUGHT_END)
     if not any(answer.strip() in part for part in learned):
-        raise Refusal(f"the chat template leaves out what the assistant says: {answer.strip()[:40]!r}")
+        raise RenderingError(f"the chat template leaves out what the assistant says: {answer.strip()[:40]!r}")
     if thoughts and not any(THOUGHT_END in part for part in learned):
-        raise Refusal(f"the chat template leaves out the assistant's thoughts (up to {THOUGHT_END})")
+        raise RenderingError(f"the chat template leaves out the assistant's thoughts (up to {THOUGHT_END})")
     for name in THOUGHT_KEYS:
         thought = message.get(name)
         if isinstance(thought, str) and not any(thought.strip() in part for part in learned):
-            raise Refusal(f"the chat template leaves out the assistant's thoughts ({name})")
+            raise RenderingError(f"the chat template leaves out the assistant's thoughts ({name})")
     for call in message.get("tool_calls", ()):
         if not any(call["function"]["name"] in part for part in learned):
-            raise Refusal(f"the chat template leaves out the tool call of {call['function']['name']!r:.40}")
+            raise RenderingError(
+                f"the chat template leaves out the tool call of {call['function']['name']!r:.40}"
+            )
 
 
-def answer(template: Template, line: str) -> dict[str, Any]:
+def answer_request(template: Template, line: str) -> dict[str, Any]:
     """Return the samples of a request, or the reason why it has none."""
     try:
         request = json.loads(line)
         if "\\ufdd" in line and re.search(
             f"[{BEGIN}{END}{PLACEHOLDER}]", json.dumps(request, ensure_ascii=False)
         ):
-            raise Refusal("the row holds U+FDD0, U+FDD1 or U+FDD2, which are not characters")
+            raise RenderingError("the row holds U+FDD0, U+FDD1 or U+FDD2, which are not characters")
         if request.pop("prompt", False):
             return {"samples": template.write_prompt(**request)}
         return {"samples": template.write(**request)}
-    except Refusal as error:
+    except RenderingError as error:
         return {"corrupt": str(error)}
     except MemoryError:
-        return {"corrupt": f"the chat template needs more than {MEMORY_BYTES // 2**20:,} MiB of memory"}
+        return {"corrupt": f"the chat template needs more than {MAX_MEMORY_BYTES // 2**20:,} MiB of memory"}
     except Exception as error:  # noqa: BLE001  # a template raises what it likes about a row
         return {"corrupt": f"the chat template refuses the row: {error or type(error).__name__}"}
 
 
 def main() -> None:
     """Answer requests until there are no more."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
@@ -342,7 +350,7 @@ def main() -> None:
     reply: Callable[[str], dict[str, Any]]
     try:
         template = Template(**json.loads(sys.stdin.readline()))
-        reply = lambda line: answer(template, line)  # noqa: E731
+        reply = lambda line: answer_request(template, line)  # noqa: E731
     except TemplateSyntaxError as error:
         unusable = {"unusable": f"{error.message}, line {error.lineno}"}
         reply = lambda line: unusable  # noqa: E731

@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 # A run that continues a checkpoint must have the same name: another name means other orders.
 ORDER_GENERATOR = "numpy.random.RandomState"
 # The most parts that weights are rounded to; it keeps the pattern of a blend short.
-MAX_PARTS = 10**5
+MAX_WEIGHT_DENOMINATOR = 10**5
 
 
 def draw_permutation(size: int, key: str) -> Ints:
@@ -69,7 +69,7 @@ class Blend:
         """Blend data sets of these `sizes` [samples], which are numbered one after the other."""
         exact = [Fraction(str(weight)) for weight in weights]
         exact = [weight / sum(exact) for weight in exact]
-        parts = min(MAX_PARTS, math.lcm(*(share.denominator for share in exact)))
+        parts = min(MAX_WEIGHT_DENOMINATOR, math.lcm(*(share.denominator for share in exact)))
         # The number of each data set's places in one `period`.
         self.shares: Ints = np.asarray([max(1, round(share * parts)) for share in exact])
         self.period = int(self.shares.sum())
@@ -146,7 +146,7 @@ class Spans:
         """Return the chosen pieces only: by a mask in their order, or by numbers in the order of these."""
         return Spans(self.starts[chosen], self.lengths[chosen])
 
-    def cut(self, max_length: int) -> "Spans":
+    def split_by_max_length(self, max_length: int) -> "Spans":
         """Return the tokens in pieces of at most `max_length`; only a document's last piece is shorter."""
         pieces = -(-self.lengths // max_length)
         owner = np.repeat(np.arange(len(self)), pieces)
@@ -231,7 +231,7 @@ class Samples(Protocol):
         """Return the patches [b] of the images and videos of each sample; tokens are padded to one size."""
         ...
 
-    def compute_sizes(self, numbers: Ints) -> SampleSizes:
+    def compute_sequence_sizes(self, numbers: Ints) -> SampleSizes:
         """Return the sizes of the samples `numbers` [b], none of them BLANK_SAMPLE, without reading them."""
         ...
 
@@ -262,7 +262,7 @@ class WindowSamples:
         """Return zeros: text has no images."""
         return np.zeros_like(numbers)
 
-    def compute_sizes(self, numbers: Ints) -> SampleSizes:
+    def compute_sequence_sizes(self, numbers: Ints) -> SampleSizes:
         """Return one length for each."""
         return SampleSizes(np.full(len(numbers), self._length, np.int64), np.zeros((0, 3), np.int64))
 
@@ -297,7 +297,7 @@ class RowSamples:
 
     def build_batch(self, numbers: Ints) -> SampleBatch:
         """Return the samples as a micro-batch of [b * documents_per_sample, length] each."""
-        numbers = list_sequences(numbers, self._documents_per_sample)
+        numbers = list_sample_sequences(numbers, self._documents_per_sample)
         rows, within = self._spans.select(np.maximum(numbers, 0)), np.arange(self._length + 1)
         real = within < rows.lengths[:, None]
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
@@ -309,14 +309,16 @@ class RowSamples:
 
     def count_patches(self, numbers: Ints) -> Ints:
         """Return the patches of each sample's sequences; a blank sample is the first one without loss."""
-        rows = self._spans.select(list_sequences(np.maximum(numbers, 0), self._documents_per_sample))
-        patches: Ints = _count_patches(self._store, rows).reshape(-1, self._documents_per_sample).sum(1)
+        rows = self._spans.select(list_sample_sequences(np.maximum(numbers, 0), self._documents_per_sample))
+        patches: Ints = (
+            _count_document_patches(self._store, rows).reshape(-1, self._documents_per_sample).sum(1)
+        )
         return patches
 
-    def compute_sizes(self, numbers: Ints) -> SampleSizes:
+    def compute_sequence_sizes(self, numbers: Ints) -> SampleSizes:
         """Return the sizes of the samples' sequences."""
         return _compute_sizes(
-            self._store, self._spans.select(list_sequences(numbers, self._documents_per_sample))
+            self._store, self._spans.select(list_sample_sequences(numbers, self._documents_per_sample))
         )
 
 
@@ -357,15 +359,15 @@ class PackSamples:
     def count_patches(self, numbers: Ints) -> Ints:
         """Return the patches of each pack's sequences."""
         packs = [self._spans.select(self._packs[number]) for number in np.maximum(numbers, 0).tolist()]
-        return np.asarray([_count_patches(self._store, spans).sum() for spans in packs], np.int64)
+        return np.asarray([_count_document_patches(self._store, spans).sum() for spans in packs], np.int64)
 
-    def compute_sizes(self, numbers: Ints) -> SampleSizes:
+    def compute_sequence_sizes(self, numbers: Ints) -> SampleSizes:
         """Return the sizes of the packs' sequences."""
         sequences = np.concatenate([self._packs[number] for number in numbers.tolist()])
         return _compute_sizes(self._store, self._spans.select(sequences))
 
 
-class JoinedSamples:
+class MultiDatasetSamples:
     """Samples of several data sets, numbered one after the other."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -410,11 +412,11 @@ class JoinedSamples:
             )
         return patch_counts
 
-    def compute_sizes(self, numbers: Ints) -> SampleSizes:
+    def compute_sequence_sizes(self, numbers: Ints) -> SampleSizes:
         """Return the sizes from each data set, one data set after the other."""
         owners = np.searchsorted(self._ends, numbers, side="right")
         part_sizes = [
-            self._parts[owner].compute_sizes(
+            self._parts[owner].compute_sequence_sizes(
                 numbers[owners == owner] - (int(self._ends[owner]) - len(self._parts[owner]))
             )
             for owner in np.unique(owners).tolist()
@@ -425,10 +427,10 @@ class JoinedSamples:
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
     """Return the samples of all parts as one."""
-    return parts[0] if len(parts) == 1 else JoinedSamples(parts)
+    return parts[0] if len(parts) == 1 else MultiDatasetSamples(parts)
 
 
-def balance_costs(costs: Ints, groups: int) -> Ints:
+def partition_into_equal_size_groups(costs: Ints, groups: int) -> Ints:
     """Return the pieces that each of `groups` gets, the same number for all: [groups, pieces].
 
     The most costly pieces come first. Each goes to the group with the least cost so far that has room.
@@ -444,7 +446,7 @@ def balance_costs(costs: Ints, groups: int) -> Ints:
     return np.asarray(group_pieces, np.int64)
 
 
-def list_sequences(numbers: Ints, documents_per_sample: int) -> Ints:
+def list_sample_sequences(numbers: Ints, documents_per_sample: int) -> Ints:
     """Return the sequences of samples with `documents_per_sample` each; BLANK_SAMPLE for a blank sample."""
     within = numbers[:, None] * documents_per_sample + np.arange(documents_per_sample)
     return np.where(numbers[:, None] == BLANK_SAMPLE, BLANK_SAMPLE, within).ravel()
@@ -461,12 +463,12 @@ def _find_documents(store: Store, spans: Spans) -> Ints:
     return owners
 
 
-def _count_patches(store: Store, spans: Spans) -> Ints:
+def _count_document_patches(store: Store, spans: Spans) -> Ints:
     """Return the patches of the documents that hold these pieces: [pieces]."""
     return (
         np.zeros(len(spans), np.int64)
         if store.pictures is None
-        else store.pictures.patch_counts[_find_documents(store, spans)]
+        else store.pictures.document_patch_counts[_find_documents(store, spans)]
     )
 
 
@@ -495,7 +497,9 @@ def _with_images(
     with ThreadPoolExecutor(min(DECODING_THREADS, len(numbers))) as threads:
         patches = list(threads.map(processor.extract_patches, map(pictures.read_picture, numbers.tolist())))
     pixels = torch.from_numpy(np.concatenate(patches))
-    return replace(batch, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds[numbers])
+    return replace(
+        batch, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds_per_patch[numbers]
+    )
 
 
 def _build_batch(

@@ -18,24 +18,26 @@ from bundle.recipe.datafiles import DataFile
 # Enough to see the pattern; data that is wrong in every row would otherwise print a line for each.
 MAX_REASONS = 20  # reasons
 MAX_PLACES = 3  # of each reason
-PARQUET_ROWS = 4096
+TABLE_BATCH_ROWS = 4096
 # The parts of a reason that differ between rows with one cause: numbers, quoted names, values.
-_VARIABLE_PARTS = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
-_OTHERS_SUFFIX = " (the first of several similar problems)"
-_BLOCK_CHARACTERS = 2**20  # characters of a JSON array that are read at once
-_MAX_JSON_WORD = 16  # characters: no word or escape of JSON is longer
-_ARRAY_SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
+_REASON_VARIABLES_PATTERN = re.compile(
+    r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*"""
+)
+_FIRST_PROBLEM_SUFFIX = " (the first of several similar problems)"
+_JSON_BLOCK_CHARACTERS = 2**20  # characters of a JSON array that are read at once
+_TRUNCATED_TAIL_CHARACTERS = 16  # characters: no word or escape of JSON is longer
+_ARRAY_SEPARATOR_PATTERN = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
 _ARROW_MAGIC = b"ARROW1"  # how a file with a footer begins; a stream does not
 
 Values = dict[str, Any]
 # For corrupt, deleted, cut and read rows: their number, and the first reasons (formats). Each reason has
 # its text, its number and its first places.
 RowReport = list[tuple[int, list[tuple[str, int, list[str]]]]]
-A = TypeVar("A")
-B = TypeVar("B")
+ValueT = TypeVar("ValueT")
+ConvertedT = TypeVar("ConvertedT")
 
 
-class Corrupt(Exception):
+class CorruptData(Exception):
     """The reason why a row or file cannot be used; `line` where only a reader of the whole file knows it."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
@@ -61,14 +63,14 @@ class ReasonCounter:
         """Add the `dump` of another counter, whose rows came later."""
         self.count += count
         for reason, more, places in reasons:
-            cause = _VARIABLE_PARTS.sub("#", reason.removesuffix(_OTHERS_SUFFIX))
+            cause = _REASON_VARIABLES_PATTERN.sub("#", reason.removesuffix(_FIRST_PROBLEM_SUFFIX))
             if cause not in self._causes:
                 if len(self._causes) < MAX_REASONS:
                     self._causes[cause] = reason, more, list(places[:MAX_PLACES])
                 continue
             first, many, before = self._causes[cause]
-            if reason not in (first, first.removesuffix(_OTHERS_SUFFIX)):
-                first = first.removesuffix(_OTHERS_SUFFIX) + _OTHERS_SUFFIX
+            if reason not in (first, first.removesuffix(_FIRST_PROBLEM_SUFFIX)):
+                first = first.removesuffix(_FIRST_PROBLEM_SUFFIX) + _FIRST_PROBLEM_SUFFIX
             self._causes[cause] = first, many + more, [*before, *places][:MAX_PLACES]
 
     def dump(self) -> tuple[int, list[tuple[str, int, list[str]]]]:
@@ -83,7 +85,7 @@ class ReasonCounter:
         ]
 
     @property
-    def unlisted_count(self) -> int:
+    def unlisted_row_count(self) -> int:
         """The number of those whose cause is not listed, because `MAX_REASONS` causes came before it."""
         return self.count - sum(many for _, many, _ in self._causes.values())
 
@@ -97,21 +99,21 @@ class DataErrors:
         self.deleted, self.cut = ReasonCounter(), ReasonCounter()  # rows that were too long
         self.formats = ReasonCounter()  # how rows were read
 
-    def add(self, place: str, reason: object) -> None:
+    def record_corrupt_data(self, place: str, reason: object) -> None:
         """Count a corrupt row or file."""
         self.corrupt.add(place, reason)
 
     def convert_rows(
-        self, rows: Iterable[tuple[str, A]], convert: Callable[[A], B]
-    ) -> Iterator[tuple[str, B]]:
-        """Yield each place with the converted value; record the rows for which `convert` raises Corrupt."""
+        self, rows: Iterable[tuple[str, ValueT]], convert: Callable[[ValueT], ConvertedT]
+    ) -> Iterator[tuple[str, ConvertedT]]:
+        """Yield each place with the converted value; record rows for which `convert` raises CorruptData."""
         for place, value in rows:
             try:
                 result = convert(value)
-            except Corrupt as error:
-                self.add(place, error)
+            except CorruptData as error:
+                self.record_corrupt_data(place, error)
             except RecursionError:
-                self.add(place, "the JSON is nested too deeply")
+                self.record_corrupt_data(place, "the JSON is nested too deeply")
             else:
                 yield place, result
 
@@ -136,11 +138,11 @@ class DataErrors:
         )
         return report
 
-    def conclude(self) -> dict[str, Any]:
+    def summarize_or_raise_by_policy(self) -> dict[str, Any]:
         """Return the facts to store with the tokens. Raise UsageError for corrupt rows, unless skipped."""
         corrupt = self.corrupt
         if corrupt.count and self.policy == "stop":
-            more = [f"and {corrupt.unlisted_count:,} more"] if corrupt.unlisted_count else []
+            more = [f"and {corrupt.unlisted_row_count:,} more"] if corrupt.unlisted_row_count else []
             summary = f"the data has corrupt rows or files ({corrupt.count:,})"
             raise UsageError(
                 f"{summary}. Correct them, or set data.on_error: skip.", [*corrupt.format_lines(), *more]
@@ -157,7 +159,7 @@ def read_texts(data: Data, sources: Sequence[DataFile], errors: DataErrors) -> I
     Documents are parts of text files, or a field of each row.
     """
     if sources and sources[0].kind == "text":
-        return _read_sources(sources, lambda source: _read_documents(source.path, data.separator), errors)
+        return _read_sources(sources, lambda source: _split_text_file(source.path, data.separator), errors)
     name = data.fields.text
     return errors.convert_rows(read_rows(sources, (name,), errors), lambda values: read_text(values, name))
 
@@ -170,29 +172,31 @@ def read_rows(
     A row has at least the fields of `field_names`; None: all fields.
     """
     if sources and sources[0].kind == "jsonl":
-        return errors.convert_rows(_read_sources(sources, _read_values, errors), _parse_object)
-    return _read_sources(sources, lambda source: _read_table(source, field_names), errors)
+        return errors.convert_rows(_read_sources(sources, _read_jsonl_or_array, errors), _parse_json_object)
+    return _read_sources(sources, lambda source: _read_columnar_file(source, field_names), errors)
 
 
 def read_text(values: Values, name: str) -> str:
-    """Return the text in field `name` of a row. Raise Corrupt where the field is missing or blank."""
+    """Return the text in field `name` of a row. Raise CorruptData where the field is missing or blank."""
     if name not in values:
-        raise Corrupt(f"field {name}: missing ({describe_fields(values)})")
+        raise CorruptData(f"field {name}: missing ({format_field_names(values)})")
     text = values[name]
     if not isinstance(text, str) or not text.strip():
         problem = "must not be blank" if isinstance(text, str) else "must be text"
-        raise Corrupt(f"field {name}: {problem}, but is {format_value(text)}")
+        raise CorruptData(f"field {name}: {problem}, but is {format_value(text)}")
     return text
 
 
-def describe_fields(values: Values) -> str:
+def format_field_names(values: Values) -> str:
     """Return the names of a row's fields as a message shows them."""
     return f"fields of the row: {', '.join(map(str, values))[:200]}" if values else "the row has no fields"
 
 
 def _read_sources(
-    sources: Sequence[DataFile], reader: Callable[[DataFile], Iterator[tuple[int, A]]], errors: DataErrors
-) -> Iterator[tuple[str, A]]:
+    sources: Sequence[DataFile],
+    reader: Callable[[DataFile], Iterator[tuple[int, ValueT]]],
+    errors: DataErrors,
+) -> Iterator[tuple[str, ValueT]]:
     """Yield the values that `reader` finds in each file, after their places.
 
     `reader` yields the line that a value begins in, and the value.
@@ -204,23 +208,23 @@ def _read_sources(
                 is_empty = False
                 yield f"{source.name}:{line}", content
             if is_empty:
-                raise Corrupt("empty")
+                raise CorruptData("empty")
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            errors.add(source.name, f"cannot be read as gzip: {error}")
+            errors.record_corrupt_data(source.name, f"cannot be read as gzip: {error}")
         except OSError as error:
-            errors.add(source.name, error.strerror or error)
-        except Corrupt as error:
-            errors.add(f"{source.name}:{error.line}" if error.line else source.name, error)
+            errors.record_corrupt_data(source.name, error.strerror or error)
+        except CorruptData as error:
+            errors.record_corrupt_data(f"{source.name}:{error.line}" if error.line else source.name, error)
 
 
-def _read_documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
+def _split_text_file(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
     """Yield the parts of a text file between separators, without blank ones."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise Corrupt(f"not UTF-8: byte {content[error.start]:#04x}", line) from error
+        raise CorruptData(f"not UTF-8: byte {content[error.start]:#04x}", line) from error
     line = 1
     for part in text.split(separator) if separator else [text]:
         if part.strip():
@@ -228,15 +232,15 @@ def _read_documents(path: Path, separator: str | None) -> Iterator[tuple[int, st
         line += part.count("\n") + (separator.count("\n") if separator else 0)
 
 
-def _read_values(source: DataFile) -> Iterator[tuple[int, Any]]:
+def _read_jsonl_or_array(source: DataFile) -> Iterator[tuple[int, Any]]:
     """Yield the lines of a JSONL file that are not blank, or the values of a file with one JSON array."""
-    with _open_unpacked(source.path) as file:
+    with _open_decompressed(source.path) as file:
         if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
-        yield from (_read_array if file.peek(1).lstrip().startswith(b"[") else _read_lines)(file)
+        yield from (_read_json_array if file.peek(1).lstrip().startswith(b"[") else _read_jsonl_lines)(file)
 
 
-def _open_unpacked(path: Path) -> io.BufferedReader:
+def _open_decompressed(path: Path) -> io.BufferedReader:
     if path.suffix == ".gz":
         return io.BufferedReader(gzip.open(path))
     if path.suffix == ".zst":
@@ -245,46 +249,46 @@ def _open_unpacked(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-def _read_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank. Raise Corrupt for an object over several lines."""
+def _read_jsonl_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank. Raise CorruptData for an object over several lines."""
     lines = ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
     for at, (number, line) in enumerate(lines):
         if at == 0 and line == b"{":
-            raise Corrupt("one JSON object over several lines. Write one object a line (jq -c .)")
+            raise CorruptData("one JSON object over several lines. Write one object a line (jq -c .)")
         yield number, line
 
 
-def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
+def _read_json_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     """Yield the values of a JSON array after the lines that they begin in; read the file part by part."""
     text, decode = io.TextIOWrapper(file, encoding="utf-8"), json.JSONDecoder().raw_decode
     buffer, at, line, mark = "", 0, 1, "["  # the mark comes before the next value
     while True:
         try:
             block = text.read(
-                max(_BLOCK_CHARACTERS, len(buffer) - at)
+                max(_JSON_BLOCK_CHARACTERS, len(buffer) - at)
             )  # as much again for a value that is cut
         except UnicodeDecodeError as error:
-            raise Corrupt(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
+            raise CorruptData(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
         buffer, at = buffer[at:] + block, 0
-        while between := _ARRAY_SEPARATOR.match(buffer, at):
+        while between := _ARRAY_SEPARATOR_PATTERN.match(buffer, at):
             begin = between.end()
             line += buffer.count("\n", at, begin)
             if between[1] == "]" and mark == ",":
                 if (buffer[begin:] + text.read(1)).strip():
-                    raise Corrupt("more follows the JSON array", line)
+                    raise CorruptData("more follows the JSON array", line)
                 return
             if between[1] != mark:
-                raise Corrupt("not JSON: no comma between two values of the array", line)
+                raise CorruptData("not JSON: no comma between two values of the array", line)
             if mark == "[" and buffer.startswith("]", begin):
                 at, mark = begin, ","
                 continue
             try:
                 value, end = decode(buffer, begin)
             except RecursionError:
-                raise Corrupt("the JSON is nested too deeply", line) from None
+                raise CorruptData("the JSON is nested too deeply", line) from None
             except json.JSONDecodeError as error:
                 if not block or not _is_cut(error, buffer):
-                    raise Corrupt(
+                    raise CorruptData(
                         f"not JSON: {error.msg}", line + buffer.count("\n", begin, error.pos)
                     ) from error
                 line -= buffer.count("\n", at, begin)
@@ -293,15 +297,15 @@ def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
             line, at, mark = line + buffer.count("\n", begin, end), end, ","
         else:
             if not block or buffer[at:].strip():
-                raise Corrupt("not JSON: the array has no end, or no comma between two values", line)
+                raise CorruptData("not JSON: the array has no end, or no comma between two values", line)
 
 
 def _is_cut(error: json.JSONDecodeError, buffer: str) -> bool:
     """Return whether the value may become complete when more of the file is read."""
-    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _MAX_JSON_WORD
+    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _TRUNCATED_TAIL_CHARACTERS
 
 
-def _parse_object(content: Any) -> Values:
+def _parse_json_object(content: Any) -> Values:
     """Return the row in a line, or in a value."""
     value = content
     try:
@@ -309,47 +313,47 @@ def _parse_object(content: Any) -> Values:
             value = json.loads(content.decode())
     except UnicodeDecodeError as error:
         at = f"at position {error.start + 1} of the line"
-        raise Corrupt(f"not UTF-8: byte {content[error.start]:#04x} {at}") from error
+        raise CorruptData(f"not UTF-8: byte {content[error.start]:#04x} {at}") from error
     except ValueError as error:
-        raise Corrupt(f"not JSON: {error}") from error
+        raise CorruptData(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Corrupt(f"must be a JSON object, but is of type {type(value).__name__}")
+        raise CorruptData(f"must be a JSON object, but is of type {type(value).__name__}")
     return value
 
 
-def _read_table(source: DataFile, field_names: Sequence[str] | None) -> Iterator[tuple[int, Values]]:
+def _read_columnar_file(source: DataFile, field_names: Sequence[str] | None) -> Iterator[tuple[int, Values]]:
     """Yield the rows of a parquet or arrow file with their columns in `field_names`; None: all columns."""
     pyarrow = _import_pyarrow()
     try:
-        with (_open_parquet if source.kind == "parquet" else _open_arrow)(source.path) as (
+        with (_open_parquet_table if source.kind == "parquet" else _open_arrow_table)(source.path) as (
             column_names,
             batches,
         ):
             columns = [name for name in column_names if field_names is None or name in field_names]
             if field_names is not None and not columns:
-                raise Corrupt(
+                raise CorruptData(
                     f"has none of the columns {', '.join(field_names)}; it has {', '.join(column_names)}"
                 )
             table_rows = (row for batch in batches(columns) for row in batch.to_pylist())
             for number, row in enumerate(table_rows, start=1):
                 yield number, {name: _remove_nulls(value) for name, value in row.items()}
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise Corrupt(f"cannot be read as {source.kind}: {error}") from error
+        raise CorruptData(f"cannot be read as {source.kind}: {error}") from error
 
 
 _Table = tuple[list[str], Callable[[list[str]], Iterator[Any]]]  # columns, and the batches of some of them
 
 
 @contextmanager
-def _open_parquet(path: Path) -> Iterator[_Table]:
+def _open_parquet_table(path: Path) -> Iterator[_Table]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        yield file.schema_arrow.names, lambda columns: file.iter_batches(PARQUET_ROWS, columns=columns)
+        yield file.schema_arrow.names, lambda columns: file.iter_batches(TABLE_BATCH_ROWS, columns=columns)
 
 
 @contextmanager
-def _open_arrow(path: Path) -> Iterator[_Table]:
+def _open_arrow_table(path: Path) -> Iterator[_Table]:
     """Open a stream, as `datasets` writes it, or a file with a footer; each batch is validated first."""
     import pyarrow
 
@@ -358,7 +362,7 @@ def _open_arrow(path: Path) -> Iterator[_Table]:
         for batch in read:
             part = batch.select(columns)
             part.validate(full=True)
-            yield from (part.slice(at, PARQUET_ROWS) for at in range(0, len(part), PARQUET_ROWS))
+            yield from (part.slice(at, TABLE_BATCH_ROWS) for at in range(0, len(part), TABLE_BATCH_ROWS))
 
     with pyarrow.memory_map(str(path)) as file:
         has_footer = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC

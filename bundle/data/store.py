@@ -44,14 +44,14 @@ from bundle.packing.packing import compute_starts, concatenate_ranges
 
 _log = logging.getLogger(__name__)
 
-TOKENS_PER_BLOCK = 2**24  # tokens that are looked at together
+VOCABULARY_CHECK_BLOCK_TOKENS = 2**24  # tokens that are looked at together
 COMMIT_SECONDS = 2.0  # between two entries of the journal: what a kill costs at most
 Progress = Callable[[int], None]
 Ints = NDArray[np.int64]
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
-HEADER = struct.Struct("<9sQBQQ")
+INDEX_HEADER_STRUCT = struct.Struct("<9sQBQQ")
 # The types of the ids by number; 6 and 7 are floats, which no model takes.
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DTYPE_BY_MEGATRON_CODE = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class IndexedDocuments(NamedTuple):
@@ -67,12 +67,12 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: str, document_count: int = 0) -> None:
         """Open the files behind their first `document_count` documents, and remove what follows these.
 
-        `dtype` is a value of `DTYPES`.
+        `dtype` is a value of `DTYPE_BY_MEGATRON_CODE`.
         """
         self._prefix, self._dtype = prefix, np.dtype(dtype)
-        (self._type,) = (number for number, name in DTYPES.items() if name == dtype)
+        (self._type,) = (number for number, name in DTYPE_BY_MEGATRON_CODE.items() if name == dtype)
         self.path = prefix.with_name(f"{prefix.name}.bin")
-        self.lengths: list[int] = _read_lengths(prefix, document_count).tolist()
+        self.lengths: list[int] = _read_first_lengths(prefix, document_count).tolist()
         self._file = self._open_and_truncate(self.path, sum(self.lengths) * self._dtype.itemsize)
         self._lengths_file = self._open_and_truncate(_build_lengths_path(prefix), len(self.lengths) * 8)
 
@@ -95,7 +95,7 @@ class IndexedWriter:
         count, lengths = len(self.lengths), np.asarray(self.lengths, "<i8")
         begins = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
         columns = (lengths.astype("<i4"), begins.astype("<i8"), np.arange(count + 1, dtype="<i8"))
-        header = HEADER.pack(MAGIC, VERSION, self._type, count, count + 1)
+        header = INDEX_HEADER_STRUCT.pack(MAGIC, VERSION, self._type, count, count + 1)
         index = self._prefix.with_name(f"{self._prefix.name}.idx")
         index.write_bytes(header + b"".join(column.tobytes() for column in columns))
 
@@ -112,7 +112,7 @@ def _build_lengths_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.lengths")
 
 
-def _read_lengths(prefix: Path, documents: int) -> Ints:
+def _read_first_lengths(prefix: Path, documents: int) -> Ints:
     return np.fromfile(_build_lengths_path(prefix), "<i8", documents) if documents else np.zeros(0, np.int64)
 
 
@@ -123,19 +123,21 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
     """
     content = prefix.with_name(f"{prefix.name}.idx").read_bytes()
     tokens = prefix.with_name(f"{prefix.name}.bin")
-    if len(content) < HEADER.size:
+    if len(content) < INDEX_HEADER_STRUCT.size:
         raise ValueError(f"{prefix}.idx is too short for the index of a Megatron data set")
-    mark, version, kind, sequences, bounds = HEADER.unpack_from(content)
+    mark, version, kind, sequences, bounds = INDEX_HEADER_STRUCT.unpack_from(content)
     if (mark, version) != (MAGIC, VERSION):
         raise ValueError(f"{prefix}.idx does not begin with the header of a Megatron data set's index")
-    if kind not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
+    if kind not in DTYPE_BY_MEGATRON_CODE:
+        known = ", ".join(map(str, DTYPE_BY_MEGATRON_CODE))
         raise ValueError(f"{prefix}.idx: token ids with dtype code {kind} are not supported, only {known}")
-    if HEADER.size + 12 * sequences + 8 * bounds > len(content):  # modes of multimodal data may follow
+    if INDEX_HEADER_STRUCT.size + 12 * sequences + 8 * bounds > len(
+        content
+    ):  # modes of multimodal data may follow
         raise ValueError(
             f"{prefix}.idx is truncated: its header lists {sequences} sequences and {bounds} document bounds"
         )
-    dtype, at = np.dtype(DTYPES[kind]), HEADER.size
+    dtype, at = np.dtype(DTYPE_BY_MEGATRON_CODE[kind]), INDEX_HEADER_STRUCT.size
     lengths = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
     begins = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     first = np.frombuffer(content, "<i8", bounds, at + 12 * sequences)
@@ -195,7 +197,7 @@ class Store:
         return starts
 
     @cached_property
-    def kept_row_numbers(self) -> Ints:
+    def document_row_numbers(self) -> Ints:
         """The number of the row that each document was made of: [documents]."""
         begins = np.ones(len(self.lengths), np.int64)
         begins[concatenate_ranges(self.row_groups[:, 0] + 1, self.row_groups[:, 1] - 1)] = 0
@@ -218,16 +220,16 @@ class Pictures:
     videos: Ints  # [videos, 4]
 
     @cached_property
-    def seconds(self) -> NDArray[np.float64]:
+    def seconds_per_patch(self) -> NDArray[np.float64]:
         """The time from one patch of each to the next; 0 for an image: [images and videos]."""
         return self._spread_videos(self.videos[:, 2].view(np.float64), 0.0)
 
     @cached_property
-    def _fps(self) -> NDArray[np.float64]:
+    def _fps_by_medium(self) -> NDArray[np.float64]:
         return self._spread_videos(self.videos[:, 3].view(np.float64), 0.0)
 
     @cached_property
-    def _frame_file_counts(self) -> Ints:
+    def _separate_frame_counts(self) -> Ints:
         return self._spread_videos(self.videos[:, 1], 0)
 
     def _spread_videos(self, values: NDArray[Any], default: float) -> NDArray[Any]:
@@ -236,18 +238,18 @@ class Pictures:
         return values_of_all
 
     @cached_property
-    def file_counts(self) -> Ints:
+    def item_file_counts(self) -> Ints:
         """The number of files of each: [images and videos]."""
-        files: Ints = np.maximum(1, self._frame_file_counts)
+        files: Ints = np.maximum(1, self._separate_frame_counts)
         return files
 
     @cached_property
-    def _starts(self) -> tuple[Ints, Ints]:
+    def _item_and_file_starts(self) -> tuple[Ints, Ints]:
         """The first file of each image and video, and the byte at which each file begins."""
-        return compute_starts(self.file_counts), compute_starts(self.contents.lengths)
+        return compute_starts(self.item_file_counts), compute_starts(self.contents.lengths)
 
     @cached_property
-    def patch_counts(self) -> Ints:
+    def document_patch_counts(self) -> Ints:
         """The number of patches of each document: [documents]."""
         patch_sums, ends = np.append(0, np.cumsum(self.grids.prod(1))), np.cumsum(self.counts)
         patches: Ints = patch_sums[ends] - patch_sums[ends - self.counts]
@@ -259,12 +261,16 @@ class Pictures:
 
     def read_picture(self, number: int) -> Picture:
         """Return one image or video."""
-        first, begins = self._starts
-        files = range(first[number], first[number] + self.file_counts[number])
+        first, begins = self._item_and_file_starts
+        files = range(first[number], first[number] + self.item_file_counts[number])
         lengths, values = self.contents.lengths, self.contents.values
         contents = tuple(values[begins[file] : begins[file] + lengths[file]].tobytes() for file in files)
         time, height, width = self.grids[number].tolist()
-        seconds, fps, listed = self.seconds[number], self._fps[number], self._frame_file_counts[number] > 0
+        seconds, fps, listed = (
+            self.seconds_per_patch[number],
+            self._fps_by_medium[number],
+            self._separate_frame_counts[number] > 0,
+        )
         return Picture(contents, (time, height, width), float(seconds), float(fps), bool(listed))
 
 
@@ -315,50 +321,48 @@ class _StoreWriter:
             name: IndexedWriter(folder / name, self._types[name], document_count)
             for name, document_count in entry["documents"].items()
         }
-        self.tokens = sum(self._open_writer("tokens").lengths)
+        self.tokens = sum(self._get_writer("tokens").lengths)
         self._picture_count = sum(self._writers["grids"].lengths) // 3 if "grids" in self._writers else 0
         self._committed_at = time.monotonic()
 
     def add(self, chunk: RowChunk) -> None:
         for row in chunk.rows:
             if len(row) > 1:
-                self._open_writer("rows").add(
-                    np.asarray([len(self._open_writer("tokens").lengths), len(row)])
-                )
+                self._get_writer("rows").add(np.asarray([len(self._get_writer("tokens").lengths), len(row)]))
             for document in row:
                 self._add(document)
         self._errors.extend(chunk.errors)
         self.chunks += 1
         if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
-            self._commit()
+            self._flush_and_write_journal()
 
     def _add(self, document: TokenDocument) -> None:
-        self._open_writer("tokens").add(document.ids)
+        self._get_writer("tokens").add(document.ids)
         if document.loss_mask is not None:
-            self._open_writer("learned").add(document.loss_mask)
+            self._get_writer("learned").add(document.loss_mask)
         if document.pictures is not None:
             grids = [picture.grid for picture in document.pictures]
-            self._open_writer("grids").add(np.asarray(grids, np.int64).flatten())
+            self._get_writer("grids").add(np.asarray(grids, np.int64).flatten())
             for picture in document.pictures:
                 self._add_picture(picture)
         self.tokens += len(document.ids)
 
     def _add_picture(self, picture: Picture) -> None:
         for content in picture.contents:
-            self._open_writer("pictures").add(np.frombuffer(content, np.uint8))
+            self._get_writer("pictures").add(np.frombuffer(content, np.uint8))
         if picture.seconds:
             files = len(picture.contents) if picture.is_frame_list else 0
             bits = np.asarray([picture.seconds, picture.fps]).view(np.int64)
-            self._open_writer("videos").add(np.asarray([self._picture_count, files, *bits]))
+            self._get_writer("videos").add(np.asarray([self._picture_count, files, *bits]))
         self._picture_count += 1
 
-    def _open_writer(self, name: str) -> IndexedWriter:
+    def _get_writer(self, name: str) -> IndexedWriter:
         """Return the writer of one of the store's files; it is made with the first document."""
         if name not in self._writers:
             self._writers[name] = IndexedWriter(self._folder / name, self._types[name])
         return self._writers[name]
 
-    def _commit(self) -> None:
+    def _flush_and_write_journal(self) -> None:
         for writer in self._writers.values():
             writer.flush()
         documents = {name: len(writer.lengths) for name, writer in self._writers.items()}
@@ -368,15 +372,15 @@ class _StoreWriter:
 
     def finish(self) -> None:
         """Write indexes and facts. Raise UsageError for errors that stop the job."""
-        error_facts = self._errors.conclude()
+        error_facts = self._errors.summarize_or_raise_by_policy()
         digest = hashlib.sha256()
         if "grids" in self._writers:  # of which not one document may have any
-            self._open_writer("pictures")
+            self._get_writer("pictures")
         for _, writer in sorted(self._writers.items(), reverse=True):
             writer.finish()
             with writer.path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        digest.update(np.asarray(self._open_writer("tokens").lengths, np.int64).tobytes())
+        digest.update(np.asarray(self._get_writer("tokens").lengths, np.int64).tobytes())
         facts: dict[str, Any] = {"prefix": "tokens", "sha256": digest.hexdigest()}
         facts |= {"masked": "learned" in self._writers, "pictured": "grids" in self._writers}
         facts |= {"moving": "videos" in self._writers, "grouped": "rows" in self._writers}
@@ -398,7 +402,7 @@ def _read_journal(folder: Path, item_sizes: Mapping[str, int]) -> dict[str, Any]
     for name, documents in entry["documents"].items():
         prefix = folder / name
         values, lengths_path = prefix.with_name(f"{name}.bin"), _build_lengths_path(prefix)
-        lengths = _read_lengths(prefix, documents) if lengths_path.exists() else np.zeros(0, np.int64)
+        lengths = _read_first_lengths(prefix, documents) if lengths_path.exists() else np.zeros(0, np.int64)
         is_complete = len(lengths) == documents and values.exists()
         if not is_complete or values.stat().st_size < int(lengths.sum()) * item_sizes[name]:
             _log.warning("%s: unfinished files are truncated; all tokens are written again", folder)
@@ -421,8 +425,8 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
             f"{prefix}: cannot be read as Megatron's .bin and .idx ({error}). Copy or write both files again."
         ) from error
     digest = hashlib.sha256(documents.values.dtype.name.encode())
-    for start in range(0, len(documents.values), TOKENS_PER_BLOCK):
-        part = documents.values[start : start + TOKENS_PER_BLOCK]
+    for start in range(0, len(documents.values), VOCABULARY_CHECK_BLOCK_TOKENS):
+        part = documents.values[start : start + VOCABULARY_CHECK_BLOCK_TOKENS]
         wrong = np.flatnonzero((part < 0) | (part >= vocabulary))
         if len(wrong):
             document = int(np.searchsorted(np.cumsum(documents.lengths), start + wrong[0], side="right"))
@@ -436,7 +440,7 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
     with _write_atomically(directory) as folder:
         facts: dict[str, Any] = {"prefix": str(prefix.absolute()), "sha256": digest.hexdigest()}
         facts |= {"masked": False, "pictured": False, "grouped": False}
-        files.write_json(folder / "facts.json", facts | DataErrors("stop").conclude())
+        files.write_json(folder / "facts.json", facts | DataErrors("stop").summarize_or_raise_by_policy())
 
 
 def open_store(directory: Path) -> Store | None:
@@ -472,7 +476,7 @@ def _read_pictures(directory: Path, documents: int, moving: bool) -> Pictures:
         raise ValueError("tokens and images have different documents")
     document_grids = grids.values.astype(np.int64).reshape(-1, 3)
     pictures = Pictures(contents, document_grids, grids.lengths // 3, np.asarray(videos).reshape(-1, 4))
-    if pictures.file_counts.sum() != len(contents.lengths):
+    if pictures.item_file_counts.sum() != len(contents.lengths):
         raise ValueError("images and their files have different documents")
     return pictures
 

@@ -21,7 +21,7 @@ from bundle.data import conversations, preferences
 from bundle.data.chat import build_writer
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.processing import MediaProcessor
-from bundle.data.sources import Corrupt, DataErrors, RowReport, Values, read_rows, read_texts
+from bundle.data.sources import CorruptData, DataErrors, RowReport, Values, read_rows, read_texts
 from bundle.data.store import Ints, RowChunk, TokenDocument
 from bundle.data.tokenizers import Tokenizer, Tokens, load_tokenizer
 from bundle.data.videos import insert_frame_times
@@ -36,7 +36,7 @@ CHUNK_ROWS, CHUNK_CHARACTERS = 256, 2**22
 # With fewer bytes of files, all work is done before another process has finished its imports.
 MIN_PARALLEL_BYTES = 2**26
 # With images, which take longer than the rows that name them.
-MIN_PARALLEL_IMAGE_BYTES = 2**20
+MIN_PARALLEL_BYTES_WITH_IMAGES = 2**20
 
 # Consecutive rows after their places, and the errors of other rows between them.
 _PlacedRows = tuple[list[tuple[str, Any]], RowReport]
@@ -55,7 +55,7 @@ class Encoding:
     max_length: int
     processor: MediaProcessor | None = None
 
-    def encode_chunks(
+    def encode_remaining_chunks(
         self, sources: Iterable[DataFile], tokenizer: Tokenizer, first: int = 0
     ) -> Iterator[RowChunk]:
         """Return the files' documents from chunk number `first` on.
@@ -65,7 +65,7 @@ class Encoding:
         sources = list(sources)
         rows = islice(_cut_chunks(self, sources), first, None)
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        min_bytes = MIN_PARALLEL_BYTES if self.processor is None else MIN_PARALLEL_IMAGE_BYTES
+        min_bytes = MIN_PARALLEL_BYTES if self.processor is None else MIN_PARALLEL_BYTES_WITH_IMAGES
         if workers == 1 or sum(source.path.stat().st_size for source in sources) < min_bytes:
             return map(_Encoder(self, tokenizer), rows)
         return _encode_in_processes(self, rows, workers)
@@ -74,10 +74,14 @@ class Encoding:
 def _cut_chunks(encoding: Encoding, sources: list[DataFile]) -> Iterator[_PlacedRows]:
     data, errors = encoding.data, DataErrors(encoding.data.on_error)
     read: Iterator[tuple[str, Any]]
-    if encoding.task.reads_text:
+    if encoding.task.has_plain_text_rows:
         read = read_texts(data, sources, errors)
     else:
-        columns = preferences.list_columns if encoding.task.has_pairs else conversations.list_columns
+        columns = (
+            preferences.list_readable_columns
+            if encoding.task.has_pairs
+            else conversations.list_readable_columns
+        )
         read = read_rows(sources, columns(data.fields), errors)
     chunk: list[tuple[str, Any]] = []
     size = 0
@@ -96,7 +100,9 @@ class _Encoder:
 
     def __init__(self, encoding: Encoding, tokenizer: Tokenizer) -> None:
         self._encoding, self._tokenizer = encoding, tokenizer
-        self._writer: Any = None if encoding.task.reads_text else build_writer(encoding.data, tokenizer)
+        self._writer: Any = (
+            None if encoding.task.has_plain_text_rows else build_writer(encoding.data, tokenizer)
+        )
 
     def __call__(self, placed_rows: _PlacedRows) -> RowChunk:
         """Return the token documents of some rows; errors in them are added to those found before."""
@@ -108,7 +114,7 @@ class _Encoder:
         chunk, report = placed_rows
         errors.extend(report)
         placed: Iterator[tuple[str, list[TokenDocument]]]
-        if encoding.task.reads_text:
+        if encoding.task.has_plain_text_rows:
             end = np.uint32(tokenizer.end_of_text)
             encoded = tokenizer.encode([text for _, text in chunk]) if chunk else ()
             row_documents = ([TokenDocument(np.append(ids, end))] for ids in encoded)
@@ -125,10 +131,12 @@ class _Encoder:
             )
         valid_rows = errors.convert_rows(
             placed,
-            lambda documents: [_check_document(document, tokenizer.vocab_size) for document in documents],
+            lambda documents: [
+                _check_ids_and_learned_tokens(document, tokenizer.vocab_size) for document in documents
+            ],
         )
-        if not encoding.task.reads_text:
-            valid_rows = _limit_length(valid_rows, encoding, errors)
+        if not encoding.task.has_plain_text_rows:
+            valid_rows = _apply_truncation_policy(valid_rows, encoding, errors)
         return RowChunk([documents for _, documents in valid_rows], errors.dump())
 
     def _encode_conversations(
@@ -137,18 +145,18 @@ class _Encoder:
         """Yield the documents of each row after its place: those of its conversation, or two of a pair."""
         read = list(
             errors.convert_rows(
-                ((row[0], row) for row in placed_rows), lambda row: self._prepare_row(row, errors)
+                ((row[0], row) for row in placed_rows), lambda row: self._build_render_requests(row, errors)
             )
         )
         drafts = iter(self._writer.draft([prepared for _, entries in read for prepared in entries]))
         drafted = ((place, (place, [next(drafts) for _ in entries])) for place, entries in read)
-        rows = list(errors.convert_rows(drafted, self._read_media))
+        rows = list(errors.convert_rows(drafted, self._read_drafts_with_media))
         drafts_to_encode: list[Any] = [draft for _, entries in rows for draft, _ in entries]
         documents = iter(self._writer.encode(drafts_to_encode) if drafts_to_encode else ())
         for place, entries in rows:
             yield place, [replace(next(documents), pictures=pictures) for _, pictures in entries]
 
-    def _prepare_row(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
+    def _build_render_requests(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
         """Return what the writer needs of each conversation of a row; `errors` get the row's format."""
         place, values = row
         data = self._encoding.data
@@ -158,17 +166,19 @@ class _Encoder:
         else:
             read.append(conversations.read_conversation(values, data))
         errors.formats.add(place, read[0].format)
-        return [self._writer.prepare(conversation) for conversation in read]
+        return [self._writer.prepare_render_request(conversation) for conversation in read]
 
-    def _read_media(self, row: tuple[str, list[Any]]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
+    def _read_drafts_with_media(
+        self, row: tuple[str, list[Any]]
+    ) -> list[tuple[Any, tuple[Picture, ...] | None]]:
         """Return the drafts of a row's conversations with their images and videos."""
         place, conversations = row  # "file:line"
         folder, row_drafts = Path(place.rpartition(":")[0]).parent, []
         for drafts in conversations:
-            if isinstance(drafts, Corrupt):
+            if isinstance(drafts, CorruptData):
                 raise drafts
             if self._encoding.task.has_pairs and len(drafts) > 1:
-                raise Corrupt(
+                raise CorruptData(
                     "the chat template rewrites earlier turns of an answer, so it has no single"
                     " log-probability. Set data.learn: last_turn."
                 )
@@ -182,15 +192,15 @@ def read_media(
 ) -> tuple[Any, tuple[Picture, ...] | None]:
     """Return a draft with its images and videos, whose files lie in `folder`; None: the model takes none.
 
-    Where the frames of a video are separate, each frame has its place in the draft. Raise Corrupt.
+    Where the frames of a video are separate, each frame has its place in the draft. Raise CorruptData.
     """
     if processor is None:
         if media:
-            raise Corrupt(f"the input has {media[0].kind}s, but the model takes only text")
+            raise CorruptData(f"the input has {media[0].kind}s, but the model takes only text")
         return draft, None
-    pictures = tuple(processor.read(medium, folder) for medium in media)
+    pictures = tuple(processor.read_encoded(medium, folder) for medium in media)
     vision = processor.vision
-    if vision.has_separate_frames and (videos := [picture for picture in pictures if picture.seconds]):
+    if vision.has_frame_timestamps and (videos := [picture for picture in pictures if picture.seconds]):
         tokens = (vision.start_token, vision.video_token, vision.end_token)
         start, pad, end = (tokenizer.decode([token]) for token in tokens if token is not None)
         text, parts = draft
@@ -204,15 +214,15 @@ def expand_media_tokens(
     """Return the document with a token for each embedding of an image or video.
 
     The template writes one token for each image or video, or one for each patch in time where frames are
-    separate. Raise Corrupt where it does not.
+    separate. Raise CorruptData where it does not.
     """
     tokens = {IMAGE: vision.image_token, VIDEO: vision.video_token}
     kinds = [VIDEO if picture.seconds else IMAGE for picture in pictures]
-    repeats = [picture.grid[0] if vision.has_separate_frames else 1 for picture in pictures]
+    repeats = [picture.grid[0] if vision.has_frame_timestamps else 1 for picture in pictures]
     expected_ids = np.repeat([tokens[kind] for kind in kinds], repeats)
     places = np.flatnonzero(np.isin(document.ids, [token for token in tokens.values() if token is not None]))
     if not np.array_equal(document.ids[places], expected_ids):
-        raise Corrupt(_describe_mismatch(document.ids[places], expected_ids, tokens))
+        raise CorruptData(_describe_media_token_mismatch(document.ids[places], expected_ids, tokens))
     sizes = [math.prod(picture.grid) // vision.patches_per_embedding for picture in pictures]
     counts = np.ones(len(document.ids), np.int64)
     counts[places] = np.repeat(np.asarray(sizes, np.int64) // np.asarray(repeats, np.int64), repeats)
@@ -220,7 +230,9 @@ def expand_media_tokens(
     return replace(document, ids=np.repeat(document.ids, counts), loss_mask=learned)
 
 
-def _describe_mismatch(actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[str, int | None]) -> str:
+def _describe_media_token_mismatch(
+    actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[str, int | None]
+) -> str:
     """Return how the tokens of images and videos differ from `expected_ids`."""
     for kind, token in tokens.items():
         have, need = (int(np.count_nonzero(ids == token)) for ids in (actual_ids, expected_ids))
@@ -259,12 +271,12 @@ _encode: Any = None  # of a worker process: what it does with rows
 def _initialize_worker(encoding: Encoding) -> None:
     global _encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_wait_for_parent_and_exit, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # we are the parallel ones
     _encode = _Encoder(encoding, load_tokenizer(encoding.data.tokenizer, encoding.vocabulary))
 
 
-def _end_with_parent() -> None:
+def _wait_for_parent_and_exit() -> None:
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -276,12 +288,12 @@ def _encode_rows(placed_rows: _PlacedRows) -> RowChunk:
     return chunk
 
 
-def _check_document(document: TokenDocument, vocabulary: int) -> TokenDocument:
+def _check_ids_and_learned_tokens(document: TokenDocument, vocabulary: int) -> TokenDocument:
     highest = int(document.ids.max(initial=0))
     if highest >= vocabulary:  # the tokenizer's ids are the model's
-        raise Corrupt(f"token {highest} is not in the vocabulary (ids 0 to {vocabulary - 1})")
+        raise CorruptData(f"token {highest} is not in the vocabulary (ids 0 to {vocabulary - 1})")
     if not _has_learned_tokens(document):
-        raise Corrupt("no token of the row would be trained on")
+        raise CorruptData("no token of the row would be trained on")
     return document
 
 
@@ -290,7 +302,7 @@ def _has_learned_tokens(document: TokenDocument) -> bool:
     return document.loss_mask is None or bool(document.loss_mask[1:].any())
 
 
-def _limit_length(
+def _apply_truncation_policy(
     placed_documents: Iterator[tuple[str, list[TokenDocument]]], encoding: Encoding, errors: DataErrors
 ) -> Iterator[tuple[str, list[TokenDocument]]]:
     """Yield the rows with at most `max_length` tokens a document, and longer ones as `data.truncation` says.
@@ -312,7 +324,7 @@ def _limit_length(
         learning = list(filter(_has_learned_tokens, cut))
         if truncation == "error":
             remedy = "Set data.truncation: delete (leave out such rows), right or left (cut them)"
-            errors.add(place, f"{reason}. {remedy}")
+            errors.record_corrupt_data(place, f"{reason}. {remedy}")
         elif truncation == "delete":
             errors.deleted.add(place, f"{reason}; deleted")
         elif any(document.pictures for document in documents):

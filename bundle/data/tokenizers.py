@@ -16,7 +16,7 @@ from bundle.recipe.data import BYTE_VOCABULARY
 Tokens = NDArray[np.uint32]
 LossMask = NDArray[np.bool_]  # which tokens are
 Offsets = NDArray[np.int64]
-CONTENT_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # endings of what a tokenizer is made from
+IDENTITY_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # endings of what a tokenizer is made from
 
 
 class Tokenizer(Protocol):
@@ -59,7 +59,7 @@ class ByteTokenizer:
         return parts.decode(errors="replace")
 
 
-class RawIdTokenizer(ByteTokenizer):
+class IdDisplayTokenizer(ByteTokenizer):
     """Shows ids as numbers, where the tokenizer is not known."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -109,7 +109,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text without special tokens; half surrogate pairs become question marks."""
-        return [np.asarray(ids, np.uint32) for ids in self._tokenize(texts)["input_ids"]]
+        return [
+            np.asarray(ids, np.uint32) for ids in self._tokenize_without_special_tokens(texts)["input_ids"]
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids with special tokens and spaces as they are."""
@@ -120,7 +122,7 @@ class HuggingFaceTokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Tokens, Offsets, Offsets]]:
         """Return the ids of each text, the character where each id begins, and the one behind its end."""
-        encoded = self._tokenize(texts, return_offsets_mapping=True)
+        encoded = self._tokenize_without_special_tokens(texts, return_offsets_mapping=True)
         return [
             (np.asarray(ids, np.uint32), *np.asarray(offsets, np.int64).reshape(-1, 2).T)
             for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
@@ -173,7 +175,7 @@ class HuggingFaceTokenizer:
         """The special tokens by the names under which chat templates read them, such as bos_token."""
         return dict(self._tokenizer.special_tokens_map)
 
-    def _tokenize(self, texts: Sequence[str], **options: Any) -> Any:
+    def _tokenize_without_special_tokens(self, texts: Sequence[str], **options: Any) -> Any:
         valid_texts = [text.encode(errors="replace").decode() for text in texts]
         return self._tokenizer(valid_texts, add_special_tokens=False, verbose=False, **options)
 
@@ -183,7 +185,7 @@ def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
     tokenizer: Tokenizer = (
         ByteTokenizer()
         if name == "bytes"
-        else HuggingFaceTokenizer(Path(hub.find_local_path(name.removeprefix("hf:"))))
+        else HuggingFaceTokenizer(Path(hub.resolve_pinned_path(name.removeprefix("hf:"))))
     )
     if tokenizer.vocab_size > vocabulary:
         raise UsageError(
@@ -207,6 +209,6 @@ def _compute_digest(directory: Path) -> str:
     """Return the SHA-256 of the tokenizer's files, names included."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
-        if path.is_file() and path.suffix in CONTENT_SUFFIXES and path.name != "config.json":
+        if path.is_file() and path.suffix in IDENTITY_FILE_SUFFIXES and path.name != "config.json":
             digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

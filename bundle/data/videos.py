@@ -19,11 +19,11 @@ from bundle.architectures import VisionArchitecture
 from bundle.data import video_decoding
 from bundle.data.images import Patches, compute_size, decode_image, extract_patches
 from bundle.data.media import VIDEO, Medium, Picture, read_content
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.video_decoding import Frame, VideoMetadata
 from bundle.errors import format_count
 
-_LIMIT_KEY = "data.videos.limit_pixels"
+_PIXEL_LIMIT_RECIPE_KEY = "data.videos.limit_pixels"
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class VideoProcessor:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def read(self, medium: Medium, folder: Path) -> Picture:
-        """Return the video that a row names, decoded once. Raise Corrupt, which says what is wrong."""
+    def read_encoded(self, medium: Medium, folder: Path) -> Picture:
+        """Return the video that a row names, decoded once. Raise CorruptData, which says what is wrong."""
         is_frame_list = isinstance(medium.reference, list)
         references = medium.reference if is_frame_list else [medium.reference]
         if len(references) > self.limit_frames:
-            raise Corrupt(f"a video of {len(references)} frames exceeds data.videos.limit_frames")
+            raise CorruptData(f"a video of {len(references)} frames exceeds data.videos.limit_frames")
         contents: list[bytes] = []
         for reference in references:
             bytes_left = self.limit_bytes - sum(map(len, contents))
@@ -58,7 +58,7 @@ class VideoProcessor:
         sizes = {frame.shape for frame in self._read_frames(video, numbers)}
         if len(sizes) > 1:
             shown = " and ".join(f"{width} x {height}" for height, width, _ in sorted(sizes)[:2])
-            raise Corrupt(f"a video with frames of {shown} pixels: all must be alike")
+            raise CorruptData(f"a video with frames of {shown} pixels: all must be alike")
         v, frames_per_patch = self.vision, self.vision.temporal_patch_size
         rows, columns = (side // v.patch_size for side in self._compute_size(metadata, len(numbers)))
         return video._replace(
@@ -79,18 +79,20 @@ class VideoProcessor:
         """Return the metadata of a video, and the numbers of the frames that are taken."""
         if video.is_frame_list:
             if not video.contents:
-                raise Corrupt("a video without frames")
-            height, width, _ = decode_image(video.contents[0], self.limit_pixels, _LIMIT_KEY).shape
+                raise CorruptData("a video without frames")
+            height, width, _ = decode_image(
+                video.contents[0], self.limit_pixels, _PIXEL_LIMIT_RECIPE_KEY
+            ).shape
             metadata = VideoMetadata(len(video.contents), video.fps, height, width)
         else:
             metadata = video_decoding.read_metadata(video.contents[0], self.limit_frames, self.limit_pixels)
         if metadata.seconds > self.limit_seconds:
-            raise Corrupt(f"a video of {metadata.seconds:.0f} seconds exceeds data.videos.limit_seconds")
+            raise CorruptData(f"a video of {metadata.seconds:.0f} seconds exceeds data.videos.limit_seconds")
         numbers = (
             list(range(metadata.frames)) if video.is_frame_list else self._sample_frames(metadata, video.fps)
         )
         if len(numbers) < (frames_per_patch := self.vision.temporal_patch_size):
-            raise Corrupt(
+            raise CorruptData(
                 f"{len(numbers)} of {metadata.frames} frames of a video: a patch has {frames_per_patch},"
                 " so they are too few"
             )
@@ -99,7 +101,7 @@ class VideoProcessor:
     def _sample_frames(self, metadata: VideoMetadata, fps: float) -> list[int]:
         """Return the frames to take of a file, about `fps` a second; each family has its own rule."""
         count, target_count = metadata.frames, metadata.frames / metadata.fps * fps
-        if self.vision.has_separate_frames:
+        if self.vision.has_frame_timestamps:
             many = min(max(int(target_count), self.min_frames), self.max_frames, count)
             numbers: list[int] = np.linspace(0, count - 1, many).round().astype(int).tolist()
             return numbers
@@ -114,7 +116,8 @@ class VideoProcessor:
     def _read_frames(self, video: Picture, numbers: Sequence[int]) -> Iterator[Frame]:
         if video.is_frame_list:
             return (
-                decode_image(frame_content, self.limit_pixels, _LIMIT_KEY) for frame_content in video.contents
+                decode_image(frame_content, self.limit_pixels, _PIXEL_LIMIT_RECIPE_KEY)
+                for frame_content in video.contents
             )
         return video_decoding.decode_frames(video.contents[0], numbers)
 
@@ -124,7 +127,7 @@ class VideoProcessor:
         The limits of pixels apply to one frame, or to all frames where they are separate.
         """
         v, height, width = self.vision, metadata.height, metadata.width
-        if not v.has_separate_frames:
+        if not v.has_frame_timestamps:
             return compute_size(height, width, v, self.min_pixels, self.max_pixels)
         if (unit := v.patch_size * v.merge_size) > min(height, width):
             scale = max(unit / height, unit / width)
@@ -149,14 +152,14 @@ def insert_frame_times(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return a text with the frames of each video one by one, each behind its time, and its moved parts.
 
-    `marks` are the texts of the tokens before a video, for it, and behind it. Raise Corrupt where the text
-    has more or fewer places than there are videos.
+    `marks` are the texts of the tokens before a video, for it, and behind it. Raise CorruptData where the
+    text has more or fewer places than there are videos.
     """
     start, pad, end = marks
     frame_text = f"{start}{pad}{end}"
     places = list(re.finditer(f"{re.escape(frame_text)}|{re.escape(pad)}", text))
     if len(places) != len(videos):
-        raise Corrupt(
+        raise CorruptData(
             f"the row has {format_count(len(videos), 'video')}, but its text has"
             f" {format_count(len(places), 'video token')} ({pad})"
         )

@@ -16,34 +16,38 @@ import typing_extensions
 from bundle.launch.hang import Collective, RankSnapshot
 from bundle.launch.outcomes import get_node_name
 
-# The callers of these show what a rank does; torch calls _TORCH_FUNCTION for a facade. typing_extensions
-# wraps functions that torch has marked as deprecated, collectives too.
+# The callers of these show what a rank does; torch calls _TORCH_FUNCTION_DUNDER_NAME for a facade.
+# typing_extensions wraps functions that torch has marked as deprecated, collectives too.
 _LIBRARY_PATHS = (
     sysconfig.get_path("stdlib"),
     str(Path(torch.__file__).parent),
     str(typing_extensions.__file__),
     "<",
 )
-_TORCH_FUNCTION = "__torch_function__"
+_TORCH_FUNCTION_DUNDER_NAME = "__torch_function__"
 
 
 # The recorders of NCCL's groups, and of all others; a build may lack either.
-_RECORDER_NAMES = ("_dump_nccl_trace", "_dump_fr_trace")
-_RECORD_ENTRIES = "2000"  # calls that a recorder keeps: newer builds' own default, where older ones keep none
+_FLIGHT_RECORDER_DUMP_FUNCTIONS = ("_dump_nccl_trace", "_dump_fr_trace")
+_FLIGHT_RECORDER_BUFFER_SIZE = (
+    "2000"  # calls that a recorder keeps: newer builds' own default, where older ones keep none
+)
 
 
 def enable_flight_recorder() -> None:
     """Make torch record the collectives of this process; call this before the first group is made."""
     newer = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
     os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", _RECORD_ENTRIES
+        "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", _FLIGHT_RECORDER_BUFFER_SIZE
     )
 
 
 def read_flight_records() -> list[bytes]:
     """Return torch's records of this process's collectives (pickles for its analyzer), NCCL's first."""
     bindings = torch._C._distributed_c10d
-    recorders = [getattr(bindings, name) for name in _RECORDER_NAMES if hasattr(bindings, name)]
+    recorders = [
+        getattr(bindings, name) for name in _FLIGHT_RECORDER_DUMP_FUNCTIONS if hasattr(bindings, name)
+    ]
     # Finding the source lines of the frames takes seconds, and the stacks are in the other file.
     return [bytes(recorder(includeStackTraces=False)) for recorder in recorders]
 
@@ -60,7 +64,7 @@ def take_snapshot(rank: int, doing: str, seconds: float, records: Sequence[bytes
         node=get_node_name(),
         doing=doing,
         seconds=seconds,
-        frame=_find_innermost_frame(),
+        frame=_describe_innermost_user_frame(),
         waits=_build_collective(first) if first else None,
         entered={
             _describe_group(entry)[0]: int(entry["collective_seq_id"])
@@ -92,7 +96,7 @@ def _describe_group(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     return kind, ranks
 
 
-def _find_innermost_frame() -> str:
+def _describe_innermost_user_frame() -> str:
     """Return the innermost frame of the main thread outside libraries, or else a library's."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = []
@@ -102,7 +106,7 @@ def _find_innermost_frame() -> str:
     own_frames = [
         candidate
         for candidate in frames
-        if not (candidate[0].startswith(_LIBRARY_PATHS) or candidate[2] == _TORCH_FUNCTION)
+        if not (candidate[0].startswith(_LIBRARY_PATHS) or candidate[2] == _TORCH_FUNCTION_DUNDER_NAME)
     ]
     for name, line, function in (own_frames or frames)[:1]:
         return f"`{function}` ({Path(name).name}:{line})"

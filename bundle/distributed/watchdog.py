@@ -17,11 +17,11 @@ from bundle.launch import hang, outcomes
 
 _LINGER_SECONDS = 3.0
 # Seconds from the end of a patience to the end of the process: noticing, writing files, lingering.
-_ENDING_SECONDS = 60
+_COLLECTIVE_TIMEOUT_MARGIN_SECONDS = 60
 # Seconds between two checks of the limit, which changes with every patience.
-_LOOK_SECONDS = 1.0
+_CHECK_INTERVAL_SECONDS = 1.0
 # Reading a corpus, writing or reading a large checkpoint: all take longer than any collective should.
-PATIENCE_SECONDS = 3600
+EXTENDED_PATIENCE_SECONDS = 3600
 
 
 def compute_collective_timeout(seconds: int) -> int:
@@ -31,7 +31,7 @@ def compute_collective_timeout(seconds: int) -> int:
     within a patience, and as one failure among others. It may begin before the patience in which another rank
     hangs.
     """
-    return seconds + max(PATIENCE_SECONDS, seconds) + _ENDING_SECONDS
+    return seconds + max(EXTENDED_PATIENCE_SECONDS, seconds) + _COLLECTIVE_TIMEOUT_MARGIN_SECONDS
 
 
 class Watchdog:
@@ -55,7 +55,7 @@ class Watchdog:
         self._last = (time.monotonic(), doing)
 
     @contextmanager
-    def extend_patience(self, doing: str, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+    def extend_patience(self, doing: str, seconds: float = EXTENDED_PATIENCE_SECONDS) -> Iterator[None]:
         """Allow at least `seconds` for the work of the block, such as "saving step 12"."""
         earlier_patience = self._patience
         self._patience = max(seconds, earlier_patience)
@@ -75,9 +75,9 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(max(0.05, self._get_seconds_left()), _LOOK_SECONDS)):
-            if self._get_seconds_left() <= 0 or outcomes.is_hang_noticed():
-                outcomes.announce_hang()
+        while not self._stopped.wait(min(max(0.05, self._get_seconds_left()), _CHECK_INTERVAL_SECONDS)):
+            if self._get_seconds_left() <= 0 or outcomes.is_hang_announced():
+                outcomes.request_hang_snapshots()
                 self._end_process()
 
     def _get_seconds_left(self) -> float:

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from bundle import files
 from bundle.distributed import rank_snapshot
-from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, LaunchUnavailable
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, TargetUnavailable
 from bundle.launch import outcomes
 from bundle.launch.outcomes import format_ranks
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
@@ -34,7 +34,7 @@ def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
     A one-node job's store listens on loopback only: whoever reaches a store can stop the job or worse. Where
     our launcher started the job, rank 0 gets a free port and tells it to the others. torchrun's MASTER_PORT
-    was free when torchrun looked, and may be in use by now. Raise LaunchUnavailable when the meeting point
+    was free when torchrun looked, and may be in use by now. Raise TargetUnavailable when the meeting point
     cannot be reached within `timeout`.
     """
     assert rendezvous.is_rank and rendezvous.port is not None, "only a rank meets other ranks"
@@ -45,7 +45,7 @@ def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     listening = None
     try:
         if is_server and address == LOOPBACK:
-            listening = _listen(0 if launch_folder else port)
+            listening = _listen_on_loopback(0 if launch_folder else port)
             port = listening.getsockname()[1]
         if launch_folder and is_server:
             files.write_text(launch_folder / PORT_FILE, str(port))
@@ -63,7 +63,7 @@ def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
         )
     except (OSError, RuntimeError) as error:
         verb = "serve" if is_server else "reach"
-        raise LaunchUnavailable(f"rank {rendezvous.rank} cannot {verb} {address}:{port}: {error}") from error
+        raise TargetUnavailable(f"rank {rendezvous.rank} cannot {verb} {address}:{port}: {error}") from error
     # A job that torchrun restarts meets in the same store again.
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -112,14 +112,14 @@ def destroy() -> None:
 def _wait_for_port(path: Path, timeout: timedelta) -> int:
     """Return the port that rank 0 wrote down. Raise OSError where there is none within `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    while (port := files.read_text(path)) is None:
+    while (port := files.read_text_if_small(path)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank 0 did not write its port to {path}")
         time.sleep(0.05)
     return int(port)
 
 
-def _listen(port: int) -> socket.socket:
+def _listen_on_loopback(port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((LOOPBACK, port))
@@ -190,8 +190,8 @@ class StopRequest:
         self.is_requested = True
 
 
-_READING_SECONDS = 60  # that rank 0 stays for others, which may still be starting
-_MOST_SHOWN = 60  # characters of a value in a message: digests are recognised by less
+_FAILURE_READ_TIMEOUT_SECONDS = 60  # that rank 0 stays for others, which may still be starting
+_MAX_VALUE_CHARACTERS = 60  # characters of a value in a message: digests are recognised by less
 
 
 def share_decision(
@@ -199,7 +199,7 @@ def share_decision(
 ) -> str:
     """Return the text that rank 0 decided; on other ranks `decide` is not called.
 
-    Every rank raises the BundleError of rank 0. Raise LaunchUnavailable where rank 0 does not answer within
+    Every rank raises the BundleError of rank 0. Raise TargetUnavailable where rank 0 does not answer within
     `timeout`.
     """
     if rank == 0:
@@ -214,7 +214,7 @@ def share_decision(
     try:
         store.wait(["decision"], timeout)
     except RuntimeError as error:  # torch's DistStoreError: it did not come in time
-        raise LaunchUnavailable(
+        raise TargetUnavailable(
             f"rank 0 did not send the job to this rank within {timeout.total_seconds():.0f} s"
         ) from error
     answer = json.loads(store.get("decision"))
@@ -237,11 +237,11 @@ def agree_on_fields(
     """Wait until every rank came with the same `fields`: names, each with a digest or a short value.
 
     Raise EnvironmentUnfit on every rank, with the fields that differ, or with what makes any rank `unfit`,
-    and with the ranks. Raise LaunchUnavailable with the ranks that did not come within `timeout`, or where
+    and with the ranks. Raise TargetUnavailable with the ranks that did not come within `timeout`, or where
     this rank has been here before.
     """
     if store.check([f"agreement/{rank}"]):
-        raise LaunchUnavailable(
+        raise TargetUnavailable(
             f"rank {rank}: ranks of an earlier start still run on the node that has the rendezvous store."
             " End those ranks first"
         )
@@ -267,7 +267,7 @@ def agree_on_fields(
     elif reasons:
         _wait_for_readers(store, "agreement/verdict", world_size - 1 - len(missing))
     if kind == "missing":
-        raise LaunchUnavailable(reasons[0])
+        raise TargetUnavailable(reasons[0])
     if reasons:
         raise EnvironmentUnfit("the ranks have different values for the same job", reasons)
 
@@ -295,11 +295,11 @@ def merge_complaints(lines_by_rank: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _wait_for_readers(store: Store, key: str, readers: int) -> None:
-    """Wait until the other ranks have read a failure, at most `_READING_SECONDS`.
+    """Wait until the other ranks have read a failure, at most `_FAILURE_READ_TIMEOUT_SECONDS`.
 
     Rank 0 may serve the store, and must not end before they have read it.
     """
-    deadline = time.monotonic() + _READING_SECONDS
+    deadline = time.monotonic() + _FAILURE_READ_TIMEOUT_SECONDS
     while store.add(f"{key}/read", 0) < readers and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -318,4 +318,4 @@ def _find_missing_ranks(store: Store, world_size: int, timeout: timedelta) -> li
 def _shorten(value: str | None) -> str:
     if value is None:
         return "nothing"
-    return value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+    return value if len(value) <= _MAX_VALUE_CHARACTERS else f"{value[:_MAX_VALUE_CHARACTERS]}..."

@@ -32,7 +32,7 @@ from bundle.mcore.routers import RouterRows
 from bundle.recipe import Recipe
 
 
-class RouterBalancing:
+class RouterAuxLosses:
     """What is behind the routers of one engine's model chunks; idle where the model has no experts."""
 
     def __init__(self, recipe: Recipe, models: Sequence[torch.nn.Module], groups: Groups) -> None:
@@ -48,21 +48,23 @@ class RouterBalancing:
         for router in self._routers:
             routers.attach(router, self)
 
-    def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
+    def count_local_balanced_tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """Return the number of balanced tokens of this rank; None where no term has a coefficient."""
         if self._moe is None or not (self._moe.aux_loss_coeff or self._z_loss_coeff):
             return None
         if self._groups.cp.rank:
             return 0
         return sum(
-            micro_batch.packing.padding.tokens for micro_batch in micro_batches if not micro_batch.is_blank
+            micro_batch.packing.padding.real_tokens
+            for micro_batch in micro_batches
+            if not micro_batch.is_blank
         )
 
     @contextmanager
     def balance_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
         """Balance the run inside the context, which trains on these micro-batches.
 
-        `weight` is the number of learned tokens divided by the number of tokens of `count_tokens`.
+        `weight` is the number of learned tokens divided by that of `count_local_balanced_tokens`.
         """
         if self._moe is None:
             yield
@@ -125,11 +127,13 @@ class RouterBalancing:
         padding, valid = packing.padding, packing.valid & (not is_blank)
         if self._moe.aux_loss_per_sequence:
             lengths = list(padding.lengths)
-            owner = packing.spread(torch.arange(len(lengths)).to(packing.device)).where(valid, len(lengths))
+            owner = packing.repeat_per_packed_row(torch.arange(len(lengths)).to(packing.device)).where(
+                valid, len(lengths)
+            )
         else:
-            lengths, owner = [padding.tokens], (~valid).long()
+            lengths, owner = [padding.real_tokens], (~valid).long()
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
-        padded = padding.total > padding.tokens or is_blank
+        padded = padding.total_buffer_rows > padding.real_tokens or is_blank
         return RouterRows(
             to_router_rows(owner, part, parts),
             torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from bundle.backends import Runtime
-from bundle.engine.balancing import RouterBalancing
+from bundle.engine.balancing import RouterAuxLosses
 from bundle.engine.forward_timer import ForwardTimer
 from bundle.engine.losses import (
     Losses,
     LossFactors,
-    LossTap,
+    ModelLossComputer,
     Objective,
     collect_scores,
     compute_factors,
@@ -76,7 +76,7 @@ class Engine:
             ]
             self.chunks = optimization.wrap_data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.build_optimizer(recipe, self.chunks)
-            if runtime.fuses_adam(recipe):
+            if runtime.needs_torch_fused_adam(recipe):
                 optimization.fuse_adam(self.optimizer)
             if recipe.train.on_nan == "skip":
                 optimization.skip_nonfinite_updates(self.optimizer)
@@ -84,15 +84,15 @@ class Engine:
         self.has_pretrained_weights = weights is not None  # whether it began with the weights of model.path
         self.replay = RouterReplay(recipe, self.models, groups)
         self.forward_timer = ForwardTimer(device)
-        self._balancing = RouterBalancing(recipe, self.models, groups)
+        self._balancing = RouterAuxLosses(recipe, self.models, groups)
         mtp_options = recipe.model.mtp
-        if mtp_options.is_detached:
+        if mtp_options.has_detached_part:
             mtp.detach_mtp(
                 self.models[-1], trunk=mtp_options.detach_trunk, embeddings=mtp_options.detach_embeddings
             )
         self._objective = objective
         self._reference: HostReference | None = None
-        self._tap = LossTap(
+        self._tap = ModelLossComputer(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
             mtp_loss_scale=mtp_options.loss_scale,
@@ -106,7 +106,7 @@ class Engine:
     @property
     def checkpoint_modules(self) -> list[torch.nn.Module]:
         """The modules that a checkpoint holds: the models, or their adapters alone where those train."""
-        return [adapters.select_checkpoint_module(model) for model in self.models]
+        return [adapters.select_adapters_or_chunk(model) for model in self.models]
 
     def forward_backward(
         self,
@@ -126,14 +126,16 @@ class Engine:
         (None: the recipe's) is the mean that the micro-batches of the other ranks were made for. Raises
         ValueError for a divisor together with sequence means, or a divisor that is not above 0.
         """
-        micro_batches = micro_batches or self._build_blanks(mean)
+        micro_batches = micro_batches or self._build_idle_rank_micro_batches(mean)
         with self.runtime.megatron_calls():
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            factors = compute_factors(micro_batches, self._balancing.count_tokens(micro_batches), divisor)
-            step = functools.partial(self._train, objective or self._objective, factors)
+            factors = compute_factors(
+                micro_batches, self._balancing.count_local_balanced_tokens(micro_batches), divisor
+            )
+            step = functools.partial(self._run_loss_forward, objective or self._objective, factors)
             with self._balancing.balance_step(micro_batches, factors.balancing):
                 self._run(micro_batches, step, forward_only=False)
 
@@ -163,13 +165,17 @@ class Engine:
     def gather_weights(self) -> None:
         """Make `models` those of the last step on every rank; training itself needs no such call."""
         with self.runtime.megatron_calls():
-            optimization.gather_weights(self.recipe, self.chunks)
+            optimization.complete_overlapped_param_gather(self.recipe, self.chunks)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """Return the losses of these micro-batches, or of none; nothing that training reads changes."""
-        micro_batches = micro_batches or self._build_blanks()
+        micro_batches = micro_batches or self._build_idle_rank_micro_batches()
         with self._tap.isolate_sums(), self._enter_evaluation():
-            self._run(micro_batches, functools.partial(self._train, self._objective, None), forward_only=True)
+            self._run(
+                micro_batches,
+                functools.partial(self._run_loss_forward, self._objective, None),
+                forward_only=True,
+            )
             return self.take_losses()
 
     def compute_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
@@ -180,9 +186,9 @@ class Engine:
         their own micro-batches, or none.
         """
         local_scores: list[Scores] = []
-        batches = micro_batches or self._build_blanks()
+        batches = micro_batches or self._build_idle_rank_micro_batches()
         with self._enter_evaluation():
-            self._run(batches, functools.partial(self._score, local_scores), forward_only=True)
+            self._run(batches, functools.partial(self._run_scoring_forward, local_scores), forward_only=True)
         return collect_scores(batches, local_scores, self.groups, self.device)[: len(micro_batches)]
 
     def compute_reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -209,17 +215,17 @@ class Engine:
 
     def take_losses(self) -> Losses:
         """Return the mean losses of everything run since the last call."""
-        return self._tap.take_losses(self.groups.tp.size)
+        return self._tap.take_reduced_losses(self.groups.tp.size)
 
-    def gather_loss_sums(self) -> list[float]:
+    def gather_pending_loss_sums(self) -> list[float]:
         """Return the sums that `take_losses` would divide, as plain numbers that a checkpoint can keep."""
-        return self._tap.gather_loss_sums()
+        return self._tap.gather_pending_loss_sums()
 
     def restore_loss_sums(self, numbers: list[float]) -> None:
-        """Restore the sums that `gather_loss_sums` returned."""
+        """Restore the sums that `gather_pending_loss_sums` returned."""
         self._tap.restore_loss_sums(numbers)
 
-    def _build_blanks(self, mean: Mean | None = None) -> list[MicroBatch]:
+    def _build_idle_rank_micro_batches(self, mean: Mean | None = None) -> list[MicroBatch]:
         return build_blanks(self.recipe, self.groups, self.device, mean or self.recipe.loss_mean)
 
     @contextmanager
@@ -243,7 +249,7 @@ class Engine:
                 "Pipeline stages exchange activations of one shape, but these micro-batches have"
                 f" {len(shapes)} shapes: pad them to one length (the `length` of Packing.of)."
             )
-        with self.replay.replay_run(micro_batches, has_backward=not forward_only):
+        with self.replay.record_and_replay(micro_batches, has_backward=not forward_only):
             optimization.forward_backward(
                 step,
                 micro_batches,
@@ -253,7 +259,7 @@ class Engine:
                 forward_only=forward_only,
             )
 
-    def _train(
+    def _run_loss_forward(
         self,
         objective: Objective | None,
         factors: LossFactors | None,
@@ -269,7 +275,7 @@ class Engine:
 
         return output, compute_loss
 
-    def _score(
+    def _run_scoring_forward(
         self, local_scores: list[Scores], iterator: Iterator[MicroBatch], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Any]:
         def keep(_: MicroBatch, scores: Scores) -> torch.Tensor:
@@ -297,7 +303,7 @@ class Engine:
                 labels=micro_batch.labels,
                 loss_mask=micro_batch.loss_mask,
                 packed_seq_params=micro_batch.packed_seq_params,
-                decoder_input=vision.build_decoder_input(
+                decoder_input=vision.build_multimodal_decoder_input(
                     self.models[number], micro_batch.ids, micro_batch.images
                 ),
             )

@@ -9,7 +9,7 @@ import torch
 class ForwardTimer:
     """Times forward passes of training, as a context manager around each.
 
-    Read by `take_seconds` every now and then.
+    Read by `take_seconds_if_supported` every now and then.
 
     A pass through a stage exchanges nothing with other stages and data-parallel replicas, so that a slow
     device shows there, and not in those that wait for it; tensor- and expert-parallel ranks are as slow as
@@ -34,7 +34,7 @@ class ForwardTimer:
         else:
             self._seconds += self._read_clock() - self._start
 
-    def take_seconds(self) -> float | None:
+    def take_seconds_if_supported(self) -> float | None:
         """Return the seconds since the last call; None where they are unknown.
 
         Waits for the device to finish.

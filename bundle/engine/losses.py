@@ -19,14 +19,14 @@ from torch import Tensor
 
 from bundle.engine.microbatch import MicroBatch
 from bundle.engine.scores import Head, Scores, mask_padding, score_labels
-from bundle.mcore.gpt import defer_output_layer
+from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.mcore.groups import Groups, get_dp_cp_group
 
 
 def collect_scores(
     micro_batches: Sequence[MicroBatch], local_scores: Sequence[Scores], groups: Groups, device: torch.device
 ) -> list[Scores]:
-    """Return each micro-batch's scores in its original order (`MicroBatch.unshard`), on every rank.
+    """Return micro-batches' scores in original order (`MicroBatch.join_gathered_shards`), on every rank.
 
     `local_scores` are this rank's, [b, s / cp] each; empty on stages without a head. It takes two collectives
     for any number of micro-batches: the context-parallel ranks exchange their parts, and the last stage
@@ -47,7 +47,10 @@ def collect_scores(
         log_probs, entropy = part.unflatten(0, (-1, 2)).unbind(1)
         shape = groups.cp.size * rows, columns
         collected.append(
-            Scores(micro_batch.unshard(log_probs.reshape(shape)), micro_batch.unshard(entropy.reshape(shape)))
+            Scores(
+                micro_batch.join_gathered_shards(log_probs.reshape(shape)),
+                micro_batch.join_gathered_shards(entropy.reshape(shape)),
+            )
         )
     return collected
 
@@ -124,7 +127,7 @@ class MeasureSums:
         self._is_maximum = torch.tensor(
             [False, *(kind == "maximum" for kind in self.reductions.values())], device=device
         )
-        self.values = self._empty()  # [weight, measures...]
+        self.values = self._build_neutral_values()  # [weight, measures...]
 
     def add(self, measures: Tensor, weights: Tensor) -> None:
         """Add the measures [measures, b, s] of tokens with these weights [b, s]."""
@@ -136,7 +139,7 @@ class MeasureSums:
         values = torch.cat([weights.sum()[None], values]).double()
         self.values = torch.where(self._is_maximum, self.values.maximum(values), self.values + values)
 
-    def reduce(self, ranks: Tensor) -> list[float]:
+    def combine_rank_values(self, ranks: Tensor) -> list[float]:
         """Return one number for each value of all ranks [ranks, 1 + measures], on the host."""
         reduced: list[float] = torch.where(self._is_maximum.cpu(), ranks.amax(0), ranks.sum(0)).tolist()
         return reduced
@@ -151,13 +154,13 @@ class MeasureSums:
 
     def clear(self) -> None:
         """Forget what was added."""
-        self.values = self._empty()
+        self.values = self._build_neutral_values()
 
-    def _empty(self) -> Tensor:
+    def _build_neutral_values(self) -> Tensor:
         return torch.where(self._is_maximum, -torch.inf, 0.0).double()
 
 
-class LossTap:
+class ModelLossComputer:
     """Computes the losses where the head is, and adds up [tokens, weights.., sums..] and measures of all."""
 
     def __init__(
@@ -194,7 +197,7 @@ class LossTap:
             model.compute_language_model_loss = self._compute_loss
             model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
             if chunk is not None:
-                defer_output_layer(model, lambda weight: self._set_head(weight, chunk))
+                bypass_head_and_report_weight(model, lambda weight: self._set_head(weight, chunk))
 
     def set_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
         """Set the micro-batch that the model runs next, and its main loss (None: the model's own)."""
@@ -209,7 +212,7 @@ class LossTap:
         learned = torch.where(micro_batch.loss_mask > 0, output.float(), 0.0)
         sums = torch.stack([(learned * micro_batch.loss_mask).sum(), *self._mtp_sums])
         self._mtp_sums = []
-        self._totals += torch.cat([micro_batch.weights, sums.detach()])
+        self._totals += torch.cat([micro_batch.weight_sums_by_loss, sums.detach()])
         if factors is None:
             return sums @ self._scales
         both = (factors.main, *[factors.mtp] * self._depths)
@@ -220,10 +223,10 @@ class LossTap:
             ]
         )
 
-    def take_losses(self, tp_size: int) -> Losses:
+    def take_reduced_losses(self, tp_size: int) -> Losses:
         """Return the losses since the last call, reduced over ALL ranks (every rank must call it)."""
-        (tokens, *rest), measured = self._reduce_sums()
-        self._clear()
+        (tokens, *rest), measured = self._reduce_totals_and_measures()
+        self._reset_accumulated_sums()
         count = 1 + self._depths
         pairs = zip(rest[:count], rest[count:], strict=True)
         means = [total / weight if weight else float("nan") for weight, total in pairs]
@@ -233,18 +236,18 @@ class LossTap:
                 measures |= sums.finish(numbers)
         return Losses(means[0], tuple(means[1:]), round(tokens / tp_size), measures)
 
-    def gather_loss_sums(self) -> list[float]:
-        """Return the sums since the last `take_losses`, over ALL ranks (every rank must call it).
+    def gather_pending_loss_sums(self) -> list[float]:
+        """Return the sums since the last `take_reduced_losses`, over ALL ranks (every rank must call it).
 
         The measures are those of the engine's own objective alone. Infinite sums become NaN, as a checkpoint
         has no infinity: above all a maximum without a token.
         """
-        totals, measured = self._reduce_sums()
+        totals, measured = self._reduce_totals_and_measures()
         numbers = [*totals, *(measured[0] if self._engine_measures else ())]
         return [number if math.isfinite(number) else float("nan") for number in numbers]
 
     def restore_loss_sums(self, numbers: list[float]) -> None:
-        """Restore the sums that `gather_loss_sums` returned; the first rank keeps the sums of all ranks."""
+        """Restore the sums that `gather_pending_loss_sums` returned; rank 0 keeps those of all ranks."""
         if dist.get_rank() != 0:
             return
         values = torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
@@ -257,16 +260,16 @@ class LossTap:
     def isolate_sums(self) -> Iterator[None]:
         """Sum from zero inside the context, and restore the earlier sums after it."""
         before, measured = self._totals.clone(), [sums.values for sums in self._measures]
-        self._clear()
+        self._reset_accumulated_sums()
         try:
             yield
         finally:
-            self._clear()
+            self._reset_accumulated_sums()
             self._totals.copy_(before)
             for sums, values in zip(self._measures, measured, strict=False):
                 sums.values = values
 
-    def _clear(self) -> None:
+    def _reset_accumulated_sums(self) -> None:
         self._totals.zero_()
         for sums in self._measures:
             sums.clear()
@@ -282,7 +285,7 @@ class LossTap:
         self._measures.append(MeasureSums(reductions, self._totals.device))
         return self._measures[-1]
 
-    def _reduce_sums(self) -> tuple[list[float], list[list[float]]]:
+    def _reduce_totals_and_measures(self) -> tuple[list[float], list[list[float]]]:
         """Return the totals and each objective's measures over ALL ranks (every rank must call it)."""
         # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
         parts = [self._totals, *(sums.values for sums in self._measures)]
@@ -291,7 +294,7 @@ class LossTap:
         dist.all_gather_into_tensor(ranks, mine)
         totals, *measured = ranks.cpu().view(-1, len(mine)).split([len(part) for part in parts], 1)
         pairs = zip(self._measures, measured, strict=True)
-        return totals.sum(0).tolist(), [sums.reduce(values) for sums, values in pairs]
+        return totals.sum(0).tolist(), [sums.combine_rank_values(values) for sums, values in pairs]
 
     def _record_labels(
         self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]
@@ -306,9 +309,9 @@ class LossTap:
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
         if self._head is None:
-            mask_padding(states, self._count_local_tokens(states.shape[-1]))
+            mask_padding(states, self._count_local_vocabulary_logits(states.shape[-1]))
         if labels is self._labels:
-            labels, factor = self._mask_unknown_labels(labels, micro_batch.loss_mask)
+            labels, factor = self._compute_labels_and_nan_factor(labels, micro_batch.loss_mask)
             if self._objective is None or micro_batch.is_blank:
                 return self._compute_cross_entropy(labels, states) * factor
             scores = self._score(labels, states, micro_batch.temperature)
@@ -319,7 +322,7 @@ class LossTap:
             sums.add(result[1:], micro_batch.loss_mask)
             return result[0]
         mask = micro_batch.mtp_masks[len(self._mtp_sums)]
-        labels, factor = self._mask_unknown_labels(labels, mask)
+        labels, factor = self._compute_labels_and_nan_factor(labels, mask)
         loss = self._compute_cross_entropy(labels, states) * factor
         self._mtp_sums.append((loss.float() * mask).sum())
         return loss.detach()
@@ -335,14 +338,14 @@ class LossTap:
         return score_labels(states, labels, self._tp_group, temperature, self._head)
 
     def _set_head(self, weight: Tensor, chunk: int) -> None:
-        self._head = Head(weight, chunk, self._count_local_tokens(weight.shape[0]))
+        self._head = Head(weight, chunk, self._count_local_vocabulary_logits(weight.shape[0]))
 
-    def _count_local_tokens(self, width: int) -> int:
+    def _count_local_vocabulary_logits(self, width: int) -> int:
         """Return how many of this rank's `width` logits are of the vocabulary, and not padding."""
         rank: int = self._tp_group.rank()
         return max(0, self._vocabulary - width * rank)
 
-    def _mask_unknown_labels(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_labels_and_nan_factor(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels, with 0 where one is not a token, and a factor for each loss.
 
         The factor is 1, or NaN where an unknown label would have a loss, or for the whole micro-batch where

@@ -56,17 +56,17 @@ class MicroBatch:
     is_blank: bool = False
 
     @cached_property
-    def weights(self) -> Tensor:
+    def weight_sums_by_loss(self) -> Tensor:
         """[tokens, weight of the main loss, weight of each MTP depth] of this rank, float32."""
         masks = (self.loss_mask, *self.mtp_masks)
         return torch.stack([self.learned_tokens.float(), *(mask.sum() for mask in masks)])
 
-    def unshard(self, shards: Tensor) -> Tensor:
+    def join_gathered_shards(self, shards: Tensor) -> Tensor:
         """Return a tensor in the order that the micro-batch was made from, unpadded: [t, ...] or [b, s, ...].
 
         `shards` are the parts of all context-parallel ranks, one after the other: [cp * b, s / cp, ...].
         """
-        return self.packing.unpack(shards).unflatten(0, self.input_shape)
+        return self.packing.unpack_gathered_shards(shards).unflatten(0, self.input_shape)
 
 
 def from_rows(
@@ -123,29 +123,30 @@ def from_packing(
     """
     weights, sequences = mask, None
     if mean == "sequence":
-        learned = packing.sum_by_sequence(mask)
-        weights = mask / packing.repeat(learned.clamp(min=1))
+        learned = packing.sum_concatenated_by_sequence(mask)
+        weights = mask / packing.repeat_per_token(learned.clamp(min=1))
         sequences = (learned > 0).sum().int() * (packing.rank == 0)  # counted on the first rank only
-    rows, length = packing.shape
+    rows, length = packing.local_shape
     images = images and images.pack(packing)
-    loss_mask = packing.pack(weights)
+    loss_mask = packing.pack_concatenated(weights)
     return MicroBatch(
-        ids=packing.pack(ids),
-        labels=packing.pack(labels),
+        ids=packing.pack_concatenated(ids),
+        labels=packing.pack_concatenated(labels),
         loss_mask=loss_mask,
         position_ids=packing.positions if images is None else images.positions,
-        mtp_masks=tuple(packing.pack(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
+        mtp_masks=tuple(packing.pack_concatenated(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=rows,
         sequence_length=length * packing.alignment.cp,
         input_shape=tuple(ids.shape),
-        learned_tokens=packing.pack(mask).sum().int(),
+        learned_tokens=packing.pack_concatenated(mask).sum().int(),
         learned_sequences=sequences,
-        packed_seq_params=build_packed_seq_params(packing) if packing.layout == "thd" else None,
+        packed_seq_params=build_packed_seq_params(packing) if packing.qkv_format == "thd" else None,
         packing=packing,
         images=images,
-        temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
+        temperature=None if temperatures is None else packing.repeat_per_packed_row(temperatures, fill=1),
         extra_tensors={
-            name: _select(packing.pack(value), loss_mask > 0) for name, value in (extra_tensors or {}).items()
+            name: _zero_unlearned_values(packing.pack_concatenated(value), loss_mask > 0)
+            for name, value in (extra_tensors or {}).items()
         },
     )
 
@@ -162,6 +163,6 @@ def build_blanks(recipe: Recipe, groups: Groups, device: torch.device, mean: Mea
     return [replace(blank, is_blank=True)] * (groups.pp.size if groups.vpp > 1 else 1)
 
 
-def _select(values: Tensor, is_learned: Tensor) -> Tensor:
+def _zero_unlearned_values(values: Tensor, is_learned: Tensor) -> Tensor:
     """Return the values [b, s, ...] of learned tokens, 0 elsewhere: there they may be anything, even NaN."""
     return values.where(is_learned.view(*is_learned.shape, *[1] * (values.dim() - is_learned.dim())), 0)

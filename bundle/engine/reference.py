@@ -19,13 +19,13 @@ class HostReference:
     def swap_in(self) -> Iterator[None]:
         """Give the models the copied values inside the context; restore the current ones exactly after it."""
         current = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
-        self._write(self._copies)
+        self._overwrite_model_tensors(self._copies)
         try:
             yield
         finally:
-            self._write(current)
+            self._overwrite_model_tensors(current)
 
-    def _write(self, values: Sequence[Tensor]) -> None:
+    def _overwrite_model_tensors(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for tensor, value in zip(self._tensors, values, strict=True):
                 tensor.copy_(value)

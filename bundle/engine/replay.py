@@ -58,7 +58,7 @@ class RouterReplay:
             self._recorded = before
 
     @contextmanager
-    def replay_run(self, micro_batches: Sequence[MicroBatch], *, has_backward: bool) -> Iterator[None]:
+    def record_and_replay(self, micro_batches: Sequence[MicroBatch], *, has_backward: bool) -> Iterator[None]:
         """Record and replay in one run of a schedule, which all ranks enter with the same micro-batches."""
         if self._recorded is None and all(micro_batch.routes is None for micro_batch in micro_batches):
             yield
@@ -102,7 +102,7 @@ class RouterReplay:
                 " and look in `mcore-bundle patches list` for patches that are not applied."
             )
         if self._recorded is not None:
-            rows = packing.shape[0] * packing.shape[1] // parts
+            rows = packing.local_shape[0] * packing.local_shape[1] // parts
             empty = torch.empty(rows, 0, self.routing.topk, dtype=self.routing.dtype, device=packing.device)
             run.chosen[chunk].append(
                 torch.stack([chosen_experts[layer] for layer in layers], 1) if layers else empty
@@ -114,7 +114,7 @@ def _check_routes(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None
         f"micro-batch {number}: {misfit}"
         for number, micro_batch in enumerate(micro_batches)
         if micro_batch.routes is not None
-        for misfit in routing.find_misfits(micro_batch.routes, micro_batch.packing.padding.tokens)
+        for misfit in routing.find_misfits(micro_batch.routes, micro_batch.packing.padding.real_tokens)
     ]
     if violations:
         raise JobFailed(
@@ -180,7 +180,7 @@ def collect_routes(
     filled[:, : stack.shape[1]] = stack
     gathered = filled.view(torch.uint8)  # not every collective backend has all integer types
     for axis in (tp, groups.cp, groups.pp):
-        gathered = _gather_ranks(gathered, axis)
+        gathered = _stack_rank_tensors(gathered, axis)
     # [pp, cp, tp, t, most, k] -> [cp, tp, t, L, k]
     together = gathered.view(routing.dtype).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     together = together[:, :, :, stages.find_columns(routing.layers)]
@@ -191,7 +191,7 @@ def collect_routes(
     ]
 
 
-def _gather_ranks(x: Tensor, axis: ParallelGroup | None) -> Tensor:
+def _stack_rank_tensors(x: Tensor, axis: ParallelGroup | None) -> Tensor:
     """Return [ranks, ...] from each rank's [...]."""
     if axis is None or axis.size == 1:
         return x[None]

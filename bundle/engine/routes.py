@@ -30,7 +30,7 @@ class Routes:
 
     `layers` are the L, counted from 0 over the whole model. `free` [tokens] is True where the router shall
     choose by itself, as for a rollout's last token, which never went through the model; None: nowhere.
-    Made by `Routing.build_routes`, which checks what comes from outside, or by recording.
+    Made by `Routing.build_checked_routes`, which checks what comes from outside, or by recording.
     """
 
     layers: tuple[int, ...]
@@ -39,8 +39,8 @@ class Routes:
 
     def split_sequences(self, packing: Packing) -> tuple["Routes", ...]:
         """Return the routes of each sequence of a micro-batch, as views."""
-        experts = packing.split(self.experts)
-        free = [None] * len(experts) if self.free_mask is None else packing.split(self.free_mask)
+        experts = packing.split_concatenated(self.experts)
+        free = [None] * len(experts) if self.free_mask is None else packing.split_concatenated(self.free_mask)
         return tuple(Routes(self.layers, e, f) for e, f in zip(experts, free, strict=True))
 
 
@@ -89,7 +89,7 @@ class Routing:
         """The type of routes of this model."""
         return choose_dtype(self.experts)
 
-    def build_routes(
+    def build_checked_routes(
         self, experts: Tensor, layers: Sequence[int], *, free_mask: Tensor | None = None
     ) -> Routes:
         """Return checked routes from outside (a rollout): [tokens, L, k] of exactly this model's layers.
@@ -183,7 +183,7 @@ def build_forced_routes(
     Without routes only padding rows are forced, so that recording computes what replay will compute. `part`
     of `parts` is the tensor rank under sequence parallelism.
     """
-    padded = packing.padding.total > packing.padding.tokens
+    padded = packing.padding.total_buffer_rows > packing.padding.real_tokens
     if not layers or (routes is None and not padded):
         return None
 
@@ -194,11 +194,11 @@ def build_forced_routes(
     else:
         columns = [routes.layers.index(layer) for layer in layers]
         chosen = routes.experts[:, columns].to(packing.device, non_blocking=True)
-        experts = to_router_rows(packing.pack(chosen, fill=spread[:, :, None]), part, parts)
+        experts = to_router_rows(packing.pack_concatenated(chosen, fill=spread[:, :, None]), part, parts)
         rows = None
         if routes.free_mask is not None:
             is_forced = ~routes.free_mask.to(packing.device, non_blocking=True)
-            rows = to_router_rows(packing.pack(is_forced, fill=True), part, parts)
+            rows = to_router_rows(packing.pack_concatenated(is_forced, fill=True), part, parts)
     by_layer = experts.transpose(0, 1).contiguous()
     return ForcedRoutes(dict(zip(layers, by_layer, strict=True)), rows)
 
@@ -210,10 +210,10 @@ def to_router_rows(x: Tensor, part: int, parts: int) -> Tensor:
 
 def from_router_rows(x: Tensor, packing: Packing) -> Tensor:
     """Return the concatenated [tokens, ...] of all ranks' router rows [cp, tp, t, ...]; tp 1 without SP."""
-    rows, columns = packing.shape
+    rows, columns = packing.local_shape
     cp = packing.alignment.cp
     by_position = x.reshape(cp, columns, rows, *x.shape[3:])
-    return packing.unpack(by_position.transpose(1, 2).flatten(0, 1))
+    return packing.unpack_gathered_shards(by_position.transpose(1, 2).flatten(0, 1))
 
 
 def _assign_padding_experts(valid: Tensor, routing: Routing) -> Tensor:

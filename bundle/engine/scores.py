@@ -72,7 +72,7 @@ def score_labels(
     columns = width * (group.size() if group is not None else 1)
     is_known = (labels >= 0) & (labels < columns)
     rows = labels.shape[::-1]
-    log_probs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
+    log_probs, entropy = _LogProbsAndEntropies.apply(  # type: ignore[no-untyped-call]
         states.flatten(0, 1),
         weight,
         labels.t().flatten(),
@@ -84,7 +84,7 @@ def score_labels(
     return Scores(log_probs.view(rows).t() * torch.where(is_known, 1.0, float("nan")), entropy.view(rows).t())
 
 
-class _Score(torch.autograd.Function):
+class _LogProbsAndEntropies(torch.autograd.Function):
     """(log-probabilities, entropies) [n] from logits [n, v], or from states [n, h] and a weight [v, h].
 
     It keeps those as they came, and [n] numbers.
@@ -106,7 +106,10 @@ class _Score(torch.autograd.Function):
         is_local = (column >= 0) & (column < width)
         column = column.where(is_local, 0)
 
-        measure, buffer = _choose_form(_measure_rows, weight), _build_buffer(states, weight, chunk)
+        measure, buffer = (
+            _compile_if_gpu_weight(_compute_softmax_partials, weight),
+            _allocate_logits_buffer(states, weight, chunk),
+        )
         parts = [
             measure(*portion)
             for inputs, *row_values in _split(chunk, states, column, temperature)
@@ -133,7 +136,10 @@ class _Score(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(rows[-1])
         gradient = torch.empty_like(states)
         weight_gradient = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
-        write, buffer = _choose_form(_write_slopes, weight), _build_buffer(states, weight, ctx.chunk)
+        write, buffer = (
+            _compile_if_gpu_weight(_write_slopes, weight),
+            _allocate_logits_buffer(states, weight, ctx.chunk),
+        )
         for inputs, result, *row_values in _split(
             ctx.chunk, states, gradient, *rows, grad_log_probs, grad_entropy
         ):
@@ -145,7 +151,15 @@ class _Score(torch.autograd.Function):
                 torch.mm(logits, weight, out=result)
             if weight_gradient is not None:
                 weight_gradient.add(logits.t() @ inputs)
-        return gradient, weight_gradient and weight_gradient.finish(), None, None, None, None, None
+        return (
+            gradient,
+            weight_gradient and weight_gradient.compute_autograd_contribution(),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _WeightGradient:
@@ -164,12 +178,12 @@ class _WeightGradient:
     def add(self, part: Tensor) -> None:
         self._sum += part
 
-    def finish(self) -> Tensor:
+    def compute_autograd_contribution(self) -> Tensor:
         """Return what autograd adds to the gradient of the weight."""
         return torch.zeros_like(self._weight) if self._is_main else self._sum.to(self._weight.dtype)
 
 
-def _build_buffer(states: Tensor, weight: Tensor | None, chunk: int) -> Tensor | None:
+def _allocate_logits_buffer(states: Tensor, weight: Tensor | None, chunk: int) -> Tensor | None:
     """Return the memory of a chunk's logits, one for all chunks; None without a weight."""
     return None if weight is None else states.new_empty(min(chunk, len(states)), len(weight))
 
@@ -183,11 +197,11 @@ def _compute_logits(states: Tensor, weight: Tensor | None, limit: int, buffer: T
     return logits
 
 
-def _measure_rows(
+def _compute_softmax_partials(
     logits: Tensor, column: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the peak, the sums of exp(x - peak) and of its products with x - peak, the label's x - peak."""
-    x = _scale(logits, temperature)
+    x = _compute_scaled_logits(logits, temperature)
     peak = x.amax(1)
     x = x - peak[:, None]
     picked = x.gather(1, column[:, None]).squeeze(1)
@@ -219,7 +233,7 @@ def _write_slopes(
             slope = slope - (log_p + entropy[:, None]) * grad_entropy[:, None] * p
         return slope
 
-    x, label = _scale(logits, temperature), column[:, None]
+    x, label = _compute_scaled_logits(logits, temperature), column[:, None]
     of_label = compute_slope(x.gather(1, label)) + (grad_log_probs * is_local)[:, None]
     slope = compute_slope(x)
     if temperature is not None:
@@ -229,7 +243,7 @@ def _write_slopes(
     target.scatter_(1, label, of_label.to(target.dtype))
 
 
-def _scale(logits: Tensor, temperature: Tensor | None) -> Tensor:
+def _compute_scaled_logits(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """Return the logits, float32 at least, divided by the temperatures; may be the logits."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return x if temperature is None else x / temperature[:, None]
@@ -244,7 +258,7 @@ def _split(rows: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     return zip(*(repeat(None) if tensor is None else tensor.split(rows) for tensor in tensors), strict=False)
 
 
-def _choose_form(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:
+def _compile_if_gpu_weight(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:
     """Return the function, compiled where a GPU computes chunks: one kernel makes no copies of the logits."""
     return _compile(function) if weight is not None and weight.device.type == "cuda" else function
 

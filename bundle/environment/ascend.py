@@ -19,7 +19,7 @@ from bundle.environment.machine import (
     Selection,
     VendorDevices,
     find_weakest_link,
-    format_assignment,
+    format_short_assignment,
 )
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
@@ -74,7 +74,7 @@ def find(machine: Machine) -> VendorDevices:
         present=len(pool),
         devices=devices,
         reason=selection.reason,
-        driver=_read_driver_version(machine, answer),
+        driver=_read_driver_file_or_header(machine, answer),
         toolkit=read_cann_version(machine),
         link=find_weakest_link(machine, TOPOLOGY_COMMAND, "NPU", [device.number for device in devices]),
         faults=(selection.fault,) if selection.fault else (),
@@ -137,7 +137,7 @@ def _find_generation(machine: Machine, rows: tuple[TableRow, ...], unknown_reaso
     return DetectedValue(None, f"{reason}, which is not a known generation")
 
 
-def _read_driver_version(machine: Machine, answer: DetectedValue[str]) -> DetectedValue[str]:
+def _read_driver_file_or_header(machine: Machine, answer: DetectedValue[str]) -> DetectedValue[str]:
     # Ascend Docker Runtime does not mount version.info, so the tool's own header has to do (driver and tool
     # are installed together).
     file = machine.read(DRIVER_FILE)
@@ -234,7 +234,7 @@ def select_visible(value: str | None, count: int) -> Selection:
     """
     if value is None:
         return Selection(tuple(range(count)), f"{VISIBLE_DEVICES} is not set: all {count} are visible")
-    shown = format_assignment(VISIBLE_DEVICES, value)
+    shown = format_short_assignment(VISIBLE_DEVICES, value)
     chosen: list[int] = []
     entries = value.split(",")
     for entry in entries:

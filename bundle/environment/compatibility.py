@@ -33,7 +33,7 @@ VersionText = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.!+]{0,63}$")]
 LineText = Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\n\r]+$")]
 
 
-class _VersionSet(BaseModel):
+class _BackendPackageVersions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     backend: Literal["cuda", "ascend", "cpu"]
@@ -44,7 +44,7 @@ class _VersionSet(BaseModel):
         return self.packages.get(package)
 
 
-class Combination(_VersionSet):
+class Combination(_BackendPackageVersions):
     """Versions that one command ran in, and what it has proven with them."""
 
     device: LineText  # "cpu", the accelerator's name, or EMULATED_DEVICE
@@ -57,18 +57,18 @@ class Combination(_VersionSet):
 
     @field_validator("device")
     @classmethod
-    def _refuse_emulated_device(cls, device: str) -> str:
+    def _check_emulated_device_name(cls, device: str) -> str:
         if is_emulated(device) and device != EMULATED_DEVICE:
             raise ValueError(f"an emulated device must be called {EMULATED_DEVICE}")
         return device
 
     @property
-    def hardware(self) -> str:
+    def device_name_unless_emulated(self) -> str:
         """The name of the device that it ran on; empty where that was emulated."""
         return "" if self.device == EMULATED_DEVICE else self.device
 
 
-class PinnedImage(_VersionSet):
+class PinnedImage(_BackendPackageVersions):
     """Versions that an image pins, and those pairs with its megatron-core that no combination has."""
 
     stack: LineText
@@ -143,8 +143,10 @@ def resolve(table: CombinationTable, backend: str, core: str = "") -> Combinatio
             " version such as 0.17"
         )
 
-    def matches_request(entry: _VersionSet) -> bool:
-        return requested is None or _parse_release(entry)[: len(requested.release)] == requested.release
+    def matches_request(entry: _BackendPackageVersions) -> bool:
+        return (
+            requested is None or _parse_megatron_release(entry)[: len(requested.release)] == requested.release
+        )
 
     candidates = [seen for seen in table.combinations if seen.backend == backend]
     best = sorted(filter(matches_request, candidates), key=_build_sort_key, reverse=True)
@@ -154,11 +156,13 @@ def resolve(table: CombinationTable, backend: str, core: str = "") -> Combinatio
         return CombinationAdvice(best[0], same_versions=also, images=images)
     near = sorted(
         candidates,
-        key=lambda seen: _measure_distance(_parse_release(seen), requested.release if requested else ()),
+        key=lambda seen: _measure_distance(
+            _parse_megatron_release(seen), requested.release if requested else ()
+        ),
     )
     elsewhere = [seen for seen in table.combinations if seen.backend != backend and matches_request(seen)]
     return CombinationAdvice(
-        None, nearest=(*_drop_duplicates(near), *_drop_duplicates(elsewhere)), images=images
+        None, nearest=(*_drop_duplicate_releases(near), *_drop_duplicate_releases(elsewhere)), images=images
     )
 
 
@@ -170,7 +174,7 @@ def list_tested_versions(
     `hardware` False: the versions that ran on emulated devices.
     """
     candidates = (seen for seen in table.combinations if seen.backend == backend and package in seen.packages)
-    tested = (seen for seen in candidates if bool(seen.hardware) is hardware)
+    tested = (seen for seen in candidates if bool(seen.device_name_unless_emulated) is hardware)
     return {seen.packages[package]: seen for seen in sorted(tested, key=lambda seen: seen.date)}
 
 
@@ -204,10 +208,14 @@ def build_combination(
 
 
 def _build_sort_key(combination: Combination) -> tuple[tuple[int, ...], bool, datetime.date]:
-    return _parse_release(combination), bool(combination.hardware), combination.date
+    return (
+        _parse_megatron_release(combination),
+        bool(combination.device_name_unless_emulated),
+        combination.date,
+    )
 
 
-def _parse_release(entry: _VersionSet) -> tuple[int, ...]:
+def _parse_megatron_release(entry: _BackendPackageVersions) -> tuple[int, ...]:
     return Version(entry.packages[_MEGATRON_PACKAGE]).release
 
 
@@ -215,7 +223,7 @@ def _measure_distance(release: tuple[int, ...], target: tuple[int, ...]) -> tupl
     return tuple(abs(a - b) for a, b in zip(release, (*target, 0, 0), strict=False))
 
 
-def _drop_duplicates(entries: Iterable[Combination]) -> Iterator[Combination]:
+def _drop_duplicate_releases(entries: Iterable[Combination]) -> Iterator[Combination]:
     """Yield the first entry for each backend and megatron-core, in their order."""
     by_release: dict[tuple[str, str], Combination] = {}
     for entry in entries:

@@ -36,7 +36,7 @@ AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 # megatron-core, from and below; the extras of pyproject.toml say the same, which a test compares.
 SUPPORTED_MEGATRON = (Version("0.12"), Version("0.20"))
 # CUDA major of torch -> the oldest driver that runs it (CUDA Compatibility, minor-version table).
-_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_OLDEST_DRIVER_BY_CUDA = {11: 450, 12: 525, 13: 580}
 
 
 def examine(
@@ -101,13 +101,13 @@ def _find_other_bundles(path: SearchPath, package_directory: Path) -> Iterator[F
 def check_machine(hardware: Hardware) -> Iterator[Finding]:
     """Yield the findings about the hardware itself."""
     yield ok("hardware", f"{hardware.backend}: {hardware.reason}")
-    yield from _check_devices(hardware)
+    yield from _check_drivers_and_links(hardware)
     for note in hardware.notes:
         yield warn("hardware", note, "check whether this is intended")
     yield from _check_host(hardware)
 
 
-def _check_devices(hardware: Hardware) -> Iterator[Finding]:
+def _check_drivers_and_links(hardware: Hardware) -> Iterator[Finding]:
     if not hardware.devices:
         return
     if hardware.unfit_reason:
@@ -167,7 +167,7 @@ def check_packages(
         yield fail("torch", "not installed, so jobs cannot train here (plans and patch decisions work)", fix)
     else:
         yield ok("torch", _describe_package(torch))
-        yield from _check_cuda_build(torch, hardware)
+        yield from _check_torch_cuda_driver(torch, hardware)
     yield from _check_torch_npu(stack, torch, hardware, cann, environ)
     yield from _check_megatron(stack, extra)
     if hardware.backend == "cuda" and stack.find_package("transformer-engine") is None:
@@ -175,16 +175,16 @@ def check_packages(
                    "pip install 'mcore-bundle[cuda]'")  # fmt: skip
 
 
-def _check_cuda_build(torch: Package, hardware: Hardware) -> Iterator[Finding]:
+def _check_torch_cuda_driver(torch: Package, hardware: Hardware) -> Iterator[Finding]:
     if hardware.backend != "cuda":
         return
-    source = files.read_text(torch.path / "version.py") if torch.path else None
+    source = files.read_text_if_small(torch.path / "version.py") if torch.path else None
     built = re.search(r"^cuda\b[^=]*=\s*['\"](\d+)\.\d+", source or "", re.MULTILINE)
     if built is None:
         cause = f"torch {torch.version} is built without CUDA, but this machine has NVIDIA GPUs"
         yield fail("torch", cause, "install a CUDA build of torch, or use `--backend cpu`")
         return
-    floor = _OLDEST_DRIVER.get(int(built[1]))
+    floor = _OLDEST_DRIVER_BY_CUDA.get(int(built[1]))
     driver = hardware.driver.value
     if floor and driver and int(driver.split(".")[0]) < floor:
         cause = f"torch {torch.version} is for CUDA {built[1]}, which needs driver {floor} (found {driver})"
@@ -243,9 +243,11 @@ def _check_megatron(stack: InstalledPackages, extra: str) -> Iterator[Finding]:
         return
     core = stack.find_package("megatron-core")
     assert core is not None
-    if megatron.conflict:
+    if megatron.core_training_mismatch:
         yield fail(
-            "megatron-core", megatron.conflict, "put one tree first on PYTHONPATH, or uninstall the other"
+            "megatron-core",
+            megatron.core_training_mismatch,
+            "put one tree first on PYTHONPATH, or uninstall the other",
         )
     elif len(megatron.copies) > 1:
         hidden = ", ".join(

@@ -22,16 +22,16 @@ from bundle.environment.machine import (
 )
 from bundle.errors import EnvironmentUnfit, UsageError
 
-BACKEND_CHOICES = ("auto", *BACKENDS)  # auto: what the machine has
+BACKEND_CHOICES_WITH_AUTO = ("auto", *BACKENDS)  # auto: what the machine has
 
 MIB = 2**20
 # Open files of an agent besides the connections to its store and two logs of each rank; measured.
-_AGENT_FILES = 12
+_AGENT_BASE_OPEN_FILES = 12
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
-_NO_LIMIT_V1 = 2**62
+_CGROUP_V1_UNLIMITED_THRESHOLD = 2**62
 
 _RANGE_PATTERN = rf"{NUMBER_PATTERN}(?:-{NUMBER_PATTERN})?"
-_LONGEST_PATH = 4096
+_LONGEST_CGROUP_PATH = 4096
 
 # One node of a product, measured: name -> (backend, devices per node, device name, generation, memory [MiB],
 # link, source of the numbers). The link is None where no matrix of such a node was available.
@@ -59,8 +59,8 @@ def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
     machine = machine or get_local_machine()
     if backend == "cpu":
         return _build_cpu_hardware(machine, "as requested; accelerators were not probed")
-    if backend not in BACKEND_CHOICES:
-        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKEND_CHOICES)}")
+    if backend not in BACKEND_CHOICES_WITH_AUTO:
+        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKEND_CHOICES_WITH_AUTO)}")
     vendors = [vendor.find(machine) for vendor in (nvidia, ascend)]
     candidates = [side for side in vendors if backend in ("auto", side.backend)]
     if faults := [fault for side in candidates for fault in side.faults]:
@@ -150,12 +150,12 @@ def build_preset(name: str, per_node: int | None = None) -> Hardware:
 
 def read_host(machine: Machine) -> Host:
     """Return the limits of this process on this machine, each with the file that it was read from."""
-    total = _read_total_memory(machine)
+    total = _read_total_memory_bytes(machine)
     limits = machine.read("/proc/self/limits")
     return Host(
         processors=_count_processors(machine),
         memory=_read_memory_limit(machine, total),
-        shared_memory=_read_shared_memory(machine, total),
+        shared_memory=_read_shm_or_half_memory(machine, total),
         locked_memory=_read_limit(limits, "Max locked memory"),
         open_files=_read_limit(limits, "Max open files", column=1),
         stack=_read_limit(limits, "Max stack size"),
@@ -175,7 +175,7 @@ def count_oom_kills(machine: Machine) -> int:
     return sum(int(count[1]) for count in counts if count)
 
 
-def _read_total_memory(machine: Machine) -> DetectedValue[float]:
+def _read_total_memory_bytes(machine: Machine) -> DetectedValue[float]:
     text = machine.read("/proc/meminfo")
     match = re.search(rf"^MemTotal:\s*({NUMBER_PATTERN}) kB", text.value or "", re.MULTILINE)
     return DetectedValue(
@@ -189,7 +189,7 @@ def _read_memory_limit(machine: Machine, total: DetectedValue[float]) -> Detecte
     for directory in _find_cgroups(machine, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = (machine.read(f"{directory}/{name}").value or "").strip()
-            if re.fullmatch(r"\d{1,19}", text) and int(text) < _NO_LIMIT_V1:
+            if re.fullmatch(r"\d{1,19}", text) and int(text) < _CGROUP_V1_UNLIMITED_THRESHOLD:
                 limits.append((float(text), f"{directory}/{name}"))
     return DetectedValue(*min(limits)) if limits else total
 
@@ -235,7 +235,7 @@ def _find_cgroups(machine: Machine, controller: str) -> Iterator[str]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         unified = number == "0" and not controllers
-        if len(path) > _LONGEST_PATH or (not unified and controller not in controllers.split(",")):
+        if len(path) > _LONGEST_CGROUP_PATH or (not unified and controller not in controllers.split(",")):
             continue
         for mount_point, kind, options in mounts:
             if kind == ("cgroup2" if unified else "cgroup") and (unified or controller in options):
@@ -254,7 +254,7 @@ def _read_mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
     return mounts
 
 
-def _read_shared_memory(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
+def _read_shm_or_half_memory(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
     """Return the size of /dev/shm [bytes] by its last mount; by default tmpfs takes half of the memory."""
     mounted = [options for point, _, options in _read_mounts(machine) if point == "/dev/shm"]
     if not mounted:
@@ -271,7 +271,7 @@ def _read_shared_memory(machine: Machine, total: DetectedValue[float]) -> Detect
 
 def count_node_0_files(nodes: int, per_node: int) -> int:
     """Return the open files of node 0's agent, whose store has a connection from each rank and each agent."""
-    return nodes * (per_node + 1) + 2 * per_node + _AGENT_FILES
+    return nodes * (per_node + 1) + 2 * per_node + _AGENT_BASE_OPEN_FILES
 
 
 def _read_limit(limits: DetectedValue[str], name: str, column: int = 0) -> DetectedValue[float]:

@@ -43,7 +43,7 @@ class BuildInfo(BaseModel):
         return Package(name, version, commit or None, None) if recorded else None
 
     @property
-    def megatron(self) -> str:
+    def megatron_version(self) -> str:
         """The version of the image's megatron-core. Raise UsageError where the image has none."""
         package = self.find_package("megatron-core")
         if package is None or package.version is None:
@@ -67,7 +67,7 @@ def parse(document: str) -> BuildInfo:
 
 def read_own_record(file: Path = Path(RECORD_FILE)) -> BuildInfo | None:
     """Return the record of this process's image; None outside our images and for a broken record."""
-    document = files.read_text(file, MOST_RECORD_BYTES)
+    document = files.read_text_if_small(file, MOST_RECORD_BYTES)
     try:
         return parse(document) if document is not None else None
     except BundleError:
@@ -123,7 +123,7 @@ def _list_changed_keys(old: Mapping[str, object], new: Mapping[str, object]) -> 
     return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
-def list_installed_versions(stack: InstalledPackages) -> dict[str, str]:
+def list_distribution_versions(stack: InstalledPackages) -> dict[str, str]:
     """Return the versions of all distributions that a worker sees; of PACKAGES, of what it imports."""
     versions = {}
     for name, directory in search.find_distributions(stack.search_path.list_directories()).items():
@@ -152,7 +152,7 @@ def check_image(machine: Machine, installed: InstalledPackages) -> Iterator[Find
     except BundleError as error:
         yield warn("image", f"{RECORD_FILE} cannot be read: {error}", _DRIFT_FIX)
         return
-    drifted = list(find_drift(built, get_python_version(), list_installed_versions(installed)))
+    drifted = list(find_drift(built, get_python_version(), list_distribution_versions(installed)))
     if not drifted:
         commit = f", commit {built.revision[:12]}" if built.revision else ""
         inputs = f", inputs {built.inputs}" if built.inputs else ""

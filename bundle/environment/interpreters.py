@@ -28,10 +28,10 @@ from bundle.errors import EnvironmentUnfit, UsageError
 
 _SITE_PATTERNS = ("lib/{0}/site-packages", "lib64/{0}/site-packages", "local/lib/{0}/dist-packages")
 _DEBIAN_SITE = "lib/python3/dist-packages"  # one for every Python 3
-_MOST_BASES = 4  # environments that stand on one another
+_MOST_BASE_ENVIRONMENTS = 4  # environments that stand on one another
 
 
-def read_search_path(environment: str) -> SearchPath:
+def reconstruct_search_path(environment: str) -> SearchPath:
     """Return the search path of a program of `environment`, which is given by its python or its directory.
 
     $PYTHONPATH comes first, as it would there; the directory of the program itself is unknown and left out.
@@ -49,7 +49,7 @@ def read_search_path(environment: str) -> SearchPath:
     paths = [path for path in python_path.split(os.pathsep) if path] + [
         str(path) for site in sites for path in (site, *read_pth_entries([site]))
     ]
-    editable = tuple(install for site in sites for install in _find_editable(site))
+    editable = tuple(install for site in sites for install in _read_editable_finders(site))
     return build_search_path(paths, python_path, Path.cwd())._replace(editable=editable)
 
 
@@ -72,7 +72,7 @@ def _find_prefix(environment: str) -> Path | None:
     path = Path(environment).absolute()
     if files.is_directory(path):
         return path
-    program = _find_python(environment)
+    program = _find_interpreter_or_environment_python(environment)
     return Path(program).absolute().parent.parent if program else None
 
 
@@ -88,9 +88,9 @@ def _find_sites(prefix: Path) -> list[Path]:
 
 def _list_site_candidates(prefix: Path) -> Iterator[Path]:
     """Yield the directories in which the packages of an environment may lie."""
-    for _ in range(_MOST_BASES):
+    for _ in range(_MOST_BASE_ENVIRONMENTS):
         settings = _read_settings(prefix / "pyvenv.cfg")
-        release = _find_release(prefix, settings)
+        release = _find_python_directory_name(prefix, settings)
         directories = [
             *(site.format(release) for site in _SITE_PATTERNS),
             *(() if settings else (_DEBIAN_SITE,)),
@@ -106,11 +106,11 @@ def _list_site_candidates(prefix: Path) -> Iterator[Path]:
 
 def _read_settings(file: Path) -> dict[str, str]:
     """Return the settings of a pyvenv.cfg; none where there is no such file."""
-    lines = (line.partition("=") for line in (files.read_text(file, 1 << 16) or "").splitlines())
+    lines = (line.partition("=") for line in (files.read_text_if_small(file, 1 << 16) or "").splitlines())
     return {name.strip().lower(): value.strip() for name, separator, value in lines if separator}
 
 
-def _find_release(prefix: Path, settings: dict[str, str]) -> str:
+def _find_python_directory_name(prefix: Path, settings: dict[str, str]) -> str:
     """Return the name of the directories of an environment's release, like "python3.12"; "" if unknown."""
     version_match = re.match(r"3\.\d+", settings.get("version", settings.get("version_info", "")))
     if version_match:
@@ -123,10 +123,10 @@ def _find_release(prefix: Path, settings: dict[str, str]) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def _find_editable(site: Path) -> Iterator[EditableInstall]:
+def _read_editable_finders(site: Path) -> Iterator[EditableInstall]:
     """Yield the finders that editable installs of setuptools have put into a directory of packages."""
     for file in sorted(site.glob(f"{EDITABLE_PREFIX}*_finder.py")):
-        constants = parse_literals(files.read_text(file, 1 << 20))
+        constants = parse_literals(files.read_text_if_small(file, 1 << 20))
         mapping, namespaces = constants.get("MAPPING"), constants.get("NAMESPACES")
         yield EditableInstall(
             {str(k): str(v) for k, v in mapping.items()} if isinstance(mapping, dict) else {},
@@ -139,7 +139,7 @@ def _find_editable(site: Path) -> Iterator[EditableInstall]:
 _START_SECONDS = 60  # for an interpreter to start, on a busy machine and a network's disk
 # Without $PYTHON..., without the current directory, without writing bytecode.
 _ISOLATED_OPTIONS = ("-E", "-P", "-B", "-c")
-_PROBE_SCRIPT = """
+_SITES_PROBE_SCRIPT = """
 import json, site, sys, sysconfig
 user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
 try:
@@ -173,13 +173,13 @@ def query_sites(environment: str) -> Sites:
     Raise UsageError where there is no such interpreter, and EnvironmentUnfit where it reads no .pth in its
     own directory.
     """
-    python = _find_python(environment)
+    python = _find_interpreter_or_environment_python(environment)
     shown = files.to_printable(environment[:200])
     reason = "no interpreter was found"
     if python is not None:
         try:
             process = subprocess.run(
-                [python, *_ISOLATED_OPTIONS, _PROBE_SCRIPT],
+                [python, *_ISOLATED_OPTIONS, _SITES_PROBE_SCRIPT],
                 capture_output=True,
                 text=True,
                 timeout=_START_SECONDS,
@@ -216,7 +216,7 @@ def query_sites(environment: str) -> Sites:
 
 
 def find_sites(environment: str) -> tuple[Path, ...]:
-    """Return the directories whose .pth files another interpreter reads, named as in `read_search_path`."""
+    """Return the directories whose .pth files another interpreter reads; see `reconstruct_search_path`."""
     prefix = _find_prefix(environment)
     return tuple(_find_sites(prefix)) if prefix else ()
 
@@ -227,7 +227,7 @@ def list_own_sites() -> tuple[Path, ...]:
     return tuple(map(Path, [*site.getsitepackages(), *user]))
 
 
-def _find_python(environment: str) -> str | None:
+def _find_interpreter_or_environment_python(environment: str) -> str | None:
     """Return the path of the interpreter that is named, or of the one in the directory that is named."""
     path = Path(environment)
     if files.is_directory(path):

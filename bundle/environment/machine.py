@@ -32,7 +32,10 @@ MOST_DIGITS = 18
 NUMBER_PATTERN = rf"\d{{1,{MOST_DIGITS}}}"
 
 # MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
-NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
+UNTRAINABLE_GENERATION_REASONS = {
+    "310": "an inference card",
+    "a1": "older than anything that MindSpeed supports",
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Hardware(NamedTuple):
     notes: tuple[str, ...] = ()  # what is odd, though not wrong
 
     @property
-    def device_memory(self) -> DetectedValue[int]:
+    def smallest_device_memory(self) -> DetectedValue[int]:
         """Bytes of the smallest visible device, on which every rank can count."""
         sizes = [device.memory for device in self.devices]
         if not sizes:
@@ -129,7 +132,7 @@ class Hardware(NamedTuple):
         return min(sizes, key=lambda size: -1 if size.value is None else size.value)
 
     @property
-    def generation(self) -> DetectedValue[str]:
+    def oldest_generation(self) -> DetectedValue[str]:
         """The oldest generation among the visible devices, as `Accelerator.generation` spells it."""
         known = [device.generation for device in self.devices]
         if not known:
@@ -139,7 +142,7 @@ class Hardware(NamedTuple):
     @property
     def unfit_reason(self) -> str | None:
         """The reason why these devices cannot train; None where they can."""
-        reason = NOT_FOR_TRAINING.get(self.generation.value or "")
+        reason = UNTRAINABLE_GENERATION_REASONS.get(self.oldest_generation.value or "")
         if reason is None:
             return None
         return f"{self.devices[0].name} is {reason}. Use Atlas A2, A3 or Ascend 950 devices"
@@ -147,9 +150,9 @@ class Hardware(NamedTuple):
     @property
     def capability(self) -> tuple[int, int] | None:
         """(major, minor) of the CUDA compute capability that all visible devices have; None if unknown."""
-        if self.backend != "cuda" or self.generation.value is None:
+        if self.backend != "cuda" or self.oldest_generation.value is None:
             return None
-        major, minor = self.generation.value.split(".")
+        major, minor = self.oldest_generation.value.split(".")
         return int(major), int(minor)
 
 
@@ -159,7 +162,7 @@ def _rank_generation(generation: str | None) -> tuple[float, str]:
     return (float(generation), "") if generation[0].isdigit() else (0.0, generation)
 
 
-def format_assignment(name: str, value: str) -> str:
+def format_short_assignment(name: str, value: str) -> str:
     """Return a variable and its value, as a message quotes them."""
     return f"{name}={value}" if len(value) <= 200 else f"{name}={value[:200]}..."
 
@@ -274,7 +277,7 @@ def run_command(command: Sequence[str]) -> DetectedValue[str]:
     except OSError as error:
         return DetectedValue(None, f"`{shown}`: {error}")
     try:
-        out, err = _read_output(process, start_time + TIMEOUT_SECONDS)
+        out, err = _read_stdout_stderr(process, start_time + TIMEOUT_SECONDS)
         status = process.wait(TIMEOUT_SECONDS)
     except (TimeoutError, subprocess.TimeoutExpired):
         return DetectedValue(None, f"`{shown}` timed out after {TIMEOUT_SECONDS:g} seconds")
@@ -291,7 +294,7 @@ def run_command(command: Sequence[str]) -> DetectedValue[str]:
     return DetectedValue(out, f"`{shown}`")
 
 
-def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
+def _read_stdout_stderr(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
     """Return the text of the process's two streams. Raise TimeoutError or OverflowError past a limit."""
     buffers = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as open_streams:
@@ -333,7 +336,7 @@ def _kill_process(process: subprocess.Popen[bytes]) -> None:
 
 
 # Links, the weakest first, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
-_LINK_ORDER = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
+_LINKS_WEAKEST_FIRST = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
 
 
 def find_weakest_link(
@@ -373,4 +376,4 @@ def _parse_link_matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
 def _rank_link(link: str) -> int:
     if match := re.fullmatch(rf"NV({NUMBER_PATTERN})", link):
         return 100 + int(match[1])
-    return _LINK_ORDER.index(link) if link in _LINK_ORDER else 0
+    return _LINKS_WEAKEST_FIRST.index(link) if link in _LINKS_WEAKEST_FIRST else 0

@@ -15,7 +15,7 @@ from bundle.environment.machine import (
     Selection,
     VendorDevices,
     find_weakest_link,
-    format_assignment,
+    format_short_assignment,
 )
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -25,7 +25,7 @@ TOPOLOGY_COMMAND = ("nvidia-smi", "topo", "-m")
 LIST_COMMAND = ("nvidia-smi", "-L")
 
 # The driver reads an index as strtol does: blanks, a sign, digits; whatever follows the digits is ignored.
-_LEADING_INTEGER = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
+_DEVICE_INDEX_PATTERN = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 _MIG_LINE = r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)"
 
 
@@ -193,7 +193,7 @@ def select_visible(value: str | None, uuids: Sequence[str], instances: Sequence[
         if position is None or len(chosen) > len(uuids):
             break
         chosen.append(position)
-    shown = format_assignment(VISIBLE_DEVICES, value)
+    shown = format_short_assignment(VISIBLE_DEVICES, value)
     if len(set(chosen)) < len(chosen):
         return Selection(
             (), shown, f"{shown} names a device twice: CUDA refuses to start. Name each device once."
@@ -202,7 +202,7 @@ def select_visible(value: str | None, uuids: Sequence[str], instances: Sequence[
 
 
 def _find_by_index(entry: str, count: int) -> int | None:
-    match = re.match(_LEADING_INTEGER, entry)
+    match = re.match(_DEVICE_INDEX_PATTERN, entry)
     if match is None or len(match[1]) > MOST_DIGITS or not 0 <= int(match[1]) < count:
         return None
     return int(match[1])
@@ -230,6 +230,7 @@ def _select_mig_instance(value: str | None, instances: Sequence[str]) -> Selecti
     position = _find_by_prefix(first, instances) if first.startswith("MIG-") else _find_by_index(first, 1)
     if position is None:
         return Selection(
-            (), f"{format_assignment(VISIBLE_DEVICES, value)}: {first[:80]!r} names no MIG instance here"
+            (),
+            f"{format_short_assignment(VISIBLE_DEVICES, value)}: {first[:80]!r} names no MIG instance here",
         )
-    return Selection((position,), f"{format_assignment(VISIBLE_DEVICES, value)}: {rule}")
+    return Selection((position,), f"{format_short_assignment(VISIBLE_DEVICES, value)}: {rule}")

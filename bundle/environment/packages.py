@@ -48,7 +48,7 @@ def parse_minor_version(version: str) -> tuple[int, int] | None:
     return (parsed.major, parsed.minor) if parsed else None
 
 
-def is_within(version: str, specifier: str) -> bool | None:
+def is_base_version_within(version: str, specifier: str) -> bool | None:
     """Return whether the base version is inside a PEP 440 range; None when it cannot be read.
 
     The range "" has every version. Raise packaging.specifiers.InvalidSpecifier for an invalid range.
@@ -57,7 +57,7 @@ def is_within(version: str, specifier: str) -> bool | None:
     return None if number is None else SpecifierSet(specifier).contains(number)
 
 
-_VERSION_FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
+_VERSION_PART_NAMES = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
 class MegatronCopy(NamedTuple):
@@ -83,7 +83,7 @@ class MegatronCopies(NamedTuple):
     archive: str | None = None  # the zip that megatron.core would come from, which nobody here reads
 
     @property
-    def conflict(self) -> str | None:
+    def core_training_mismatch(self) -> str | None:
         """The reason why the two halves do not fit, when they come from different trees."""
         if self.core is None or self.training is None or self.core.package == self.training.package:
             return None
@@ -101,11 +101,11 @@ def find_megatron(path: SearchPath) -> MegatronCopies:
     halves = [path.find(f"megatron.{half}", location) if location else None for half in ("core", "training")]
     winners = [
         PathEntry(places[0].path.parent, places[0].origin) if places else None
-        for places in map(path.list_entries, halves)
+        for places in map(path.list_package_directories, halves)
     ]
     hidden = [PathEntry(entry.path / "megatron", entry.origin) for entry in path.entries]
     copies: dict[Path, MegatronCopy] = {}
-    for entry in (*hidden, *path.list_entries(location), *filter(None, winners)):
+    for entry in (*hidden, *path.list_package_directories(location), *filter(None, winners)):
         if entry.path not in copies and (copy := read_copy(entry)) is not None:
             copies[entry.path] = copy
     core, training = (copies.get(winner.path) if winner else None for winner in winners)
@@ -129,23 +129,23 @@ def read_copy(entry: PathEntry) -> MegatronCopy | None:
         return None
     root = entry.path.parent
     record = read_distribution(find_distributions([root]).get("megatron-core"))
-    version = read_declared_version(files.read_text(entry.path / "core" / "package_info.py"))
+    version = build_version_from_constants(files.read_text_if_small(entry.path / "core" / "package_info.py"))
     version = version or (record.version if record else None)
     return MegatronCopy(
         entry.path, entry.origin, version, read_commit(root) or (record.commit if record else None)
     )
 
 
-def read_declared_version(source: str | None) -> str | None:
+def build_version_from_constants(source: str | None) -> str | None:
     """Return the version that the constants in a package_info.py give; None when they are not literals.
 
     `__version__` itself is not read. From 0.19 on, importing the file runs git and appends the commit of the
     surrounding directory, which need not be megatron's.
     """
     values = parse_literals(source)
-    if not all(isinstance(values.get(name), int | str) for name in _VERSION_FIELDS):
+    if not all(isinstance(values.get(name), int | str) for name in _VERSION_PART_NAMES):
         return None
-    major, minor, patch, pre = (str(values[name]) for name in _VERSION_FIELDS)
+    major, minor, patch, pre = (str(values[name]) for name in _VERSION_PART_NAMES)
     return f"{major}.{minor}.{patch}{pre}"
 
 
@@ -170,7 +170,7 @@ class MegatronCode:
         text = self._read_text(predicate.file)
         return self.release >= Version(predicate.since) if text is None else predicate.text in text
 
-    def describe_evidence(self, predicate: SourcePredicate) -> str:
+    def describe_evidence_source(self, predicate: SourcePredicate) -> str:
         """Return the text that says by what `has` was decided."""
         text = self._read_text(predicate.file)
         return f"judged by version number {self.release}" if text is None else f"read in {predicate.file}"
@@ -178,7 +178,7 @@ class MegatronCode:
     def _read_text(self, file: str) -> str | None:
         """Return a file's text; None where there is no tree, or no such file in it."""
         if self.root is not None and file not in self._texts:
-            self._texts[file] = files.read_text(self.root / "megatron/core" / file)
+            self._texts[file] = files.read_text_if_small(self.root / "megatron/core" / file)
         return self._texts.get(file)
 
 
@@ -197,7 +197,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "triton": ("triton", "triton"),
 }
 # frameworks that train with megatron-core, and what they are made of -> (distribution, import packages)
-FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
+MEGATRON_FRAMEWORK_PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "verl": ("verl", ("verl",)),
     "slime": ("slime", ("slime", "slime_plugins")),
     "miles": ("miles", ("miles", "miles_plugins")),
@@ -219,7 +219,7 @@ def detect_triton_requirement(root: Path | None, version: Version) -> tuple[bool
     if experts is None or not files.is_directory(experts):
         return version >= Version("0.18"), f"judged by version number {version}"
     for file in ("paged_stash.py", "ops/paged_stash.py"):
-        if re.search(r"^import triton", files.read_text(experts / file) or "", re.MULTILINE):
+        if re.search(r"^import triton", files.read_text_if_small(experts / file) or "", re.MULTILINE):
             return True, f"read in transformer/moe/{file}"
     return False, ""
 
@@ -271,11 +271,11 @@ class InstalledPackages:
             return Package(name, core.version, core.commit, core.package / "core") if core else None
         return self._locate_package(name, *PACKAGES[name])
 
-    def find_frameworks(self) -> tuple[Package, ...]:
-        """Return the import packages of the installed FRAMEWORKS, each under its framework's name."""
+    def find_megatron_frameworks(self) -> tuple[Package, ...]:
+        """Return installed packages of MEGATRON_FRAMEWORK_PACKAGES, each by its framework's name."""
         candidates = [
             self._locate_package(name, distribution, module)
-            for name, (distribution, modules) in FRAMEWORKS.items()
+            for name, (distribution, modules) in MEGATRON_FRAMEWORK_PACKAGES.items()
             for module in modules
         ]
         return tuple(package for package in candidates if package is not None and package.path is not None)
@@ -290,7 +290,7 @@ class InstalledPackages:
             if location is None:
                 break
         entry = (
-            next(iter(self.search_path.list_entries(location)), None)
+            next(iter(self.search_path.list_package_directories(location)), None)
             if location and location.is_regular
             else None
         )
@@ -298,7 +298,7 @@ class InstalledPackages:
         if record is None and path is None:
             return None
         commit = (record.commit if record else None) or (search.find_enclosing_commit(path) if path else None)
-        version = record.version if record else _read_version(path)
+        version = record.version if record else _read_version_literal(path)
         return Package(name, version, commit, path)
 
     def list_packages(self) -> tuple[Package, ...]:
@@ -316,10 +316,10 @@ def detect_process_packages() -> InstalledPackages:
     return InstalledPackages(search.build_process_path())
 
 
-def _read_version(path: Path | None) -> str | None:
+def _read_version_literal(path: Path | None) -> str | None:
     """Return the literal `__version__` of a package that is on the path without having been installed."""
     for name in ("version.py", "_version.py", "__init__.py"):
-        source = files.read_text(path / name) if path else None
+        source = files.read_text_if_small(path / name) if path else None
         match = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", source or "", re.MULTILINE)
         if match:
             return match[1]

@@ -90,7 +90,7 @@ class SearchPath(NamedTuple):
         regular, archive = spec.loader is not None, getattr(spec.loader, "archive", None)
         return Location(directories if regular else (*directories, *shared), regular, archive)
 
-    def list_entries(self, location: "Location | None") -> list[PathEntry]:
+    def list_package_directories(self, location: "Location | None") -> list[PathEntry]:
         """Return the directories of a package, in the order of the search; none for a package in a zip."""
         origins = {entry.path: entry.origin for entry in self.entries}
         paths = map(Path, location.paths if location else ())
@@ -157,7 +157,7 @@ def read_pth_entries(directories: Iterable[Path]) -> dict[Path, str]:
     added: dict[Path, str] = {}
     for directory in filter(files.is_directory, directories):
         for file in sorted(directory.glob("*.pth")):
-            for line in (files.read_text(file, 1 << 16) or "").splitlines():
+            for line in (files.read_text_if_small(file, 1 << 16) or "").splitlines():
                 if line and not line.startswith(("#", "import ", "import\t")):
                     added.setdefault(file.parent / line.strip(), file.name)
     return added
@@ -198,13 +198,15 @@ def read_distribution(directory: Path | None) -> Distribution | None:
     """
     if directory is None:
         return None
-    text = next(filter(None, (files.read_text(directory / name) for name in ("METADATA", "PKG-INFO"))), "")
+    text = next(
+        filter(None, (files.read_text_if_small(directory / name) for name in ("METADATA", "PKG-INFO"))), ""
+    )
     headers = HeaderParser().parsestr(text)
     name, version = headers["Name"], headers["Version"]
     if not name or not version:
         return None
     return Distribution(
-        name, version, _parse_direct_url_commit(files.read_text(directory / "direct_url.json"))
+        name, version, _parse_direct_url_commit(files.read_text_if_small(directory / "direct_url.json"))
     )
 
 
@@ -222,12 +224,12 @@ def read_commit(directory: Path) -> str | None:
 
     It is read from the git directory without running git, because the tree may be untrusted.
     """
-    git = _find_git_directory(directory / ".git")
+    git = _resolve_dot_git(directory / ".git")
     if git is None:
         return None
     head = _read_first_line(git / "HEAD")
     if head is None or not head.startswith("ref: "):
-        return _parse_hash(head)
+        return _parse_commit_hash(head)
     return _resolve_reference(git, head.removeprefix("ref: ").strip())
 
 
@@ -236,7 +238,7 @@ def find_enclosing_commit(package: Path) -> str | None:
     return read_commit(package.parent) or read_commit(package.parent.parent)
 
 
-def _find_git_directory(path: Path) -> Path | None:
+def _resolve_dot_git(path: Path) -> Path | None:
     """Return the directory itself, or the one that a worktree's or submodule's `.git` file points at."""
     if files.is_directory(path):
         return path
@@ -254,7 +256,7 @@ def _resolve_reference(git: Path, name: str) -> str | None:
         git / "commondir"
     )  # a worktree keeps its branches in the main checkout's directory
     for base in (git, git / shared) if shared else (git,):
-        commit_hash = _parse_hash(_read_first_line(base / name)) or _read_packed_reference(
+        commit_hash = _parse_commit_hash(_read_first_line(base / name)) or _read_packed_reference(
             base / "packed-refs", name
         )
         if commit_hash:
@@ -263,17 +265,17 @@ def _resolve_reference(git: Path, name: str) -> str | None:
 
 
 def _read_packed_reference(path: Path, name: str) -> str | None:
-    for line in (files.read_text(path) or "").splitlines():
+    for line in (files.read_text_if_small(path) or "").splitlines():
         sha, _, ref = line.partition(" ")
         if ref == name:
-            return _parse_hash(sha)
+            return _parse_commit_hash(sha)
     return None
 
 
-def _parse_hash(line: str | None) -> str | None:
+def _parse_commit_hash(line: str | None) -> str | None:
     return line if line is not None and re.fullmatch(_COMMIT_PATTERN, line) else None
 
 
 def _read_first_line(path: Path) -> str | None:
-    lines = (files.read_text(path) or "").splitlines()
+    lines = (files.read_text_if_small(path) or "").splitlines()
     return lines[0].strip() if lines else None

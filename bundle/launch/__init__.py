@@ -34,7 +34,7 @@ class Start(BaseModel):
     weights_only: bool = False
 
     @model_validator(mode="after")
-    def _check_origin(self) -> Self:
+    def _require_origin_for_weights(self) -> Self:
         if self.weights_only and self.origin is None:
             raise UsageError("--weights-only: no checkpoint is named. Name one with --from")
         return self

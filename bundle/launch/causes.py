@@ -69,14 +69,14 @@ _XIDS = {
     140: "an uncorrectable memory error",
     143: "it cannot be initialized",
 }
-_XID_PATTERN = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
+_XID_PATTERN_TEMPLATE = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
 
 # Lines of the kernel's log; a line with a process number is about that process.
 KERNEL_RULES = (
     *(
         _build_rule(
             FailureKind.DEVICE,
-            _XID_PATTERN.format(number),
+            _XID_PATTERN_TEMPLATE.format(number),
             f"its GPU failed (Xid {number}): {meaning}",
             RestartAction.RESTART_WITHOUT,
         )
@@ -84,13 +84,13 @@ KERNEL_RULES = (
     ),
     _build_rule(
         FailureKind.DEVICE,
-        _XID_PATTERN.format(154) + r".*\((?P<action>[^()]*(?:Reset|Reboot|Drain)[^()]*)\)\s*$",
+        _XID_PATTERN_TEMPLATE.format(154) + r".*\((?P<action>[^()]*(?:Reset|Reboot|Drain)[^()]*)\)\s*$",
         "its GPU failed, and its driver asks for a recovery action (Xid 154): {action}",
         RestartAction.RESTART_WITHOUT,
     ),
     _build_rule(
         FailureKind.DEVICE,
-        _XID_PATTERN.format(94),
+        _XID_PATTERN_TEMPLATE.format(94),
         "its GPU had an uncorrectable memory error that affected only this process (Xid 94)",
         RestartAction.RESTART,
     ),
@@ -110,7 +110,7 @@ KERNEL_RULES = (
     ),
 )
 
-PORT_TAKEN = (
+PORT_IN_USE_MESSAGE = (
     "the rendezvous port is in use on this node. End the process that listens on it, or name another port"
     " with --rendezvous"
 )
@@ -120,7 +120,7 @@ AGENT_RULES = (
     _build_rule(
         FailureKind.LAUNCH,
         r"failed to listen on any local network address|EADDRINUSE|Address already in use",
-        PORT_TAKEN,
+        PORT_IN_USE_MESSAGE,
         RestartAction.STOP,
     ),
 )

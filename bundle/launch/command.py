@@ -13,9 +13,9 @@ from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
 # Without SIGTERM: we forward it, and torchrun would kill ranks that write a checkpoint. It is set by a
 # variable, not an option: torch before 2.13 ignores the variable, and does not have the option.
-_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
+_SIGNALS_DELEGATED_TO_TORCHRUN = "SIGINT,SIGHUP,SIGQUIT"
 
-WAIT_SECONDS = 1800  # a scheduler may start the machines of one job at different times
+NODE_WAIT_SECONDS = 1800  # a scheduler may start the machines of one job at different times
 
 
 class Command(NamedTuple):
@@ -30,7 +30,7 @@ class Command(NamedTuple):
         variables = {name: value for name, value in inherited.items() if name not in self.removed_variables}
         return variables | dict(self.variables)
 
-    def to_shell(self) -> str:
+    def to_redacted_shell(self) -> str:
         """Return one line that a POSIX shell runs as this command; values of secrets are redacted."""
         words = [f"--unset={name}" for name in self.removed_variables]
         words += [f"{name}={redact(name, value)}" for name, value in self.variables]
@@ -59,7 +59,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     overridable_variables: frozenset[str] = frozenset()
     files: Mapping[str, str] = field(default_factory=dict)
-    wait: int = WAIT_SECONDS  # the seconds that this node waits for the others
+    wait: int = NODE_WAIT_SECONDS  # the seconds that this node waits for the others
     python: str = sys.executable
     module: str = "bundle"
     has_events: bool = False
@@ -70,7 +70,7 @@ def build_command(launch: Launch, inherited: Mapping[str, str]) -> Command:
     rendezvous = launch.rendezvous
     options = [f"--nnodes={rendezvous.nodes}", f"--nproc-per-node={launch.per_node}"]
     inherited_names = launch.overridable_variables & inherited.keys()
-    variables = {"PET_SIGNALS_TO_HANDLE": _SIGNALS}
+    variables = {"PET_SIGNALS_TO_HANDLE": _SIGNALS_DELEGATED_TO_TORCHRUN}
     variables |= {name: value for name, value in launch.environment.items() if name not in inherited_names}
     if rendezvous.nodes == 1:
         # A store of the agent would listen on every interface. With a file for the agent and loopback for
@@ -106,7 +106,7 @@ def format_dry_run(launches: Sequence[Launch], inherited: Mapping[str, str]) -> 
     """Return the text of a dry run: one command per node under a line that names the node."""
     lines = []
     for node, launch in enumerate(launches):
-        lines += [f"# node {node} of {len(launches)}", build_command(launch, inherited).to_shell()]
+        lines += [f"# node {node} of {len(launches)}", build_command(launch, inherited).to_redacted_shell()]
     return "\n".join(lines) + "\n"
 
 

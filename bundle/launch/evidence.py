@@ -11,10 +11,10 @@ from bundle.errors import ExitCode
 from bundle.launch import hang, network, outcomes
 from bundle.launch.hang import RankSnapshot
 from bundle.launch.network import NodeConnections
-from bundle.launch.outcomes import Outcome
+from bundle.launch.outcomes import RankState
 from bundle.launch.rendezvous import Rendezvous
 
-_KERNEL_LOG = Path("/dev/kmsg")
+_KERNEL_LOG_DEVICE = Path("/dev/kmsg")
 _RECORD_BYTES = 8192  # bytes; the kernel's limit of a record
 _TAIL_BYTES = 1 << 16  # bytes of the end of a log that are read
 
@@ -47,7 +47,7 @@ class LaunchEvidence:
     node_rank: int = 0
     nodes: int = 1
     per_node: int = 1
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[RankState, ...] = ()
     agent_log: str = ""
     logs: Mapping[int, RankLog] = field(default_factory=dict)
     snapshots: tuple[RankSnapshot, ...] = ()
@@ -63,10 +63,10 @@ class LaunchEvidence:
     connections: tuple[NodeConnections, ...] = ()
 
 
-class LinuxKernelLog:
+class KernelLogTail:
     """The lines that the kernel logs from now on; none where we may not read them, as in most containers."""
 
-    def __init__(self, path: Path = _KERNEL_LOG) -> None:
+    def __init__(self, path: Path = _KERNEL_LOG_DEVICE) -> None:
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -74,7 +74,7 @@ class LinuxKernelLog:
         except OSError:
             self.close()
 
-    def read_lines(self) -> tuple[str, ...]:
+    def read_new_lines(self) -> tuple[str, ...]:
         """Return the new lines since the last call, or since the start; without their time and level."""
         lines: list[str] = []
         while self._descriptor is not None:
@@ -120,7 +120,7 @@ def gather_evidence(
     `has_hung`: the starter killed ranks in a hang; a rank without an exit code then counts as killed in the
     hang.
     """
-    world = outcomes.find_world_folder(folder) or folder
+    world = outcomes.read_world_folder_path(folder) or folder
     log_paths = {
         int(path.parent.name): path for path in files.list_matches(folder, "*/attempt_*/*/stderr.log")
     }
@@ -131,7 +131,7 @@ def gather_evidence(
         nodes=rendezvous.nodes,
         per_node=per_node,
         outcomes=tuple(
-            _mark_killed_in_hang(outcome) if has_hung else outcome
+            _fill_missing_hang_code(outcome) if has_hung else outcome
             for outcome in outcomes.read(folder, local_folder)
         ),
         agent_log=read_tail(folder / "agent.log"),
@@ -143,14 +143,14 @@ def gather_evidence(
         has_killed_ranks=has_killed_ranks,
         has_failed_elsewhere=has_failed_elsewhere,
         wait_failure=wait_failure,
-        notices=outcomes.read_notices(folder),
+        notices=outcomes.read_last_notices(folder),
         agent_pid=agent_pid,
         storage_failure=storage_failure,
         connections=network.read(world),
     )
 
 
-def _mark_killed_in_hang(outcome: Outcome) -> Outcome:
+def _fill_missing_hang_code(outcome: RankState) -> RankState:
     return (
         outcome
         if outcome.code is not None

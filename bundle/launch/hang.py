@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from bundle import files
 from bundle.errors import JobFailed
 from bundle.launch import network, outcomes, ras
-from bundle.launch.outcomes import Outcome, format_ranks
+from bundle.launch.outcomes import RankState, format_ranks
 from bundle.launch.rendezvous import Rendezvous
 
 # The innermost frame of the main thread, as faulthandler writes it.
@@ -75,10 +75,14 @@ class RankSnapshot:
     def __str__(self) -> str:
         if self.silent:
             return self.silent
-        return f"it is in {self.waits}, {self.location}" if self.waits else f"it is {self.location}"
+        return (
+            f"it is in {self.waits}, {self.frame_and_activity}"
+            if self.waits
+            else f"it is {self.frame_and_activity}"
+        )
 
     @property
-    def location(self) -> str:
+    def frame_and_activity(self) -> str:
         """The position in the code, and the part of the job."""
         return f"at {self.frame}, in {self.doing}" if self.frame else f"in {self.doing}"
 
@@ -98,7 +102,7 @@ def read(folder: Path) -> list[RankSnapshot]:
     snapshots = [
         _read(json.loads(text))
         for path in files.list_matches(folder, "hang-rank-*.json")
-        if (text := files.read_text(path))
+        if (text := files.read_text_if_small(path))
     ]
     return sorted(snapshots, key=lambda snapshot: snapshot.rank)
 
@@ -110,15 +114,15 @@ def _read(values: dict[str, Any]) -> RankSnapshot:
     return RankSnapshot(**values)
 
 
-def describe_process_state(pid: int) -> str:
+def describe_unresponsive_state(pid: int) -> str:
     """Return the reason, from the kernel, why a process cannot write a snapshot; empty where none."""
-    stat = files.read_text(Path(f"/proc/{pid}/stat"))
+    stat = files.read_text_if_small(Path(f"/proc/{pid}/stat"))
     return _PROCESS_STATES.get(stat.rpartition(")")[2].split()[0], "") if stat else PROCESS_ENDED
 
 
 def can_print_stacks(pid: int) -> bool:
     """Return whether a process prints its stacks at SIGUSR1; another process would die of the signal."""
-    status = files.read_text(Path(f"/proc/{pid}/status")) or ""
+    status = files.read_text_if_small(Path(f"/proc/{pid}/status")) or ""
     mask = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return mask is not None and bool(int(mask[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
@@ -160,8 +164,8 @@ def summarize_hang(snapshots: Sequence[RankSnapshot]) -> HangSummary:
             return _summarize_collective(
                 collective, missing[collective], by_rank, next(iter(find_idle_ranks(collective)), None)
             )
-    listed = _join_parts(
-        map(_describe_snapshot, snapshots if not collectives else _pick_representatives(snapshots))
+    listed = _join_and_count_rest(
+        map(_describe_snapshot, snapshots if not collectives else _pick_one_per_collective(snapshots))
     )
     if not collectives or not all(collective.ranks for collective in collectives):
         return HangSummary(listed, snapshots[0].rank if len(snapshots) == 1 else None)
@@ -180,10 +184,11 @@ def _summarize_collective(
         for r in collective.ranks
         if r in by_rank and r not in missing and by_rank[r].waits != collective
     ]
-    text = f"{format_ranks([snapshot.rank for snapshot in present])} in {collective}, {present[0].location}"
+    ranks = format_ranks([snapshot.rank for snapshot in present])
+    text = f"{ranks} in {collective}, {present[0].frame_and_activity}"
     if not missing:
         return HangSummary(
-            f"{text}; {_join_parts(map(_describe_snapshot, elsewhere))}"
+            f"{text}; {_join_and_count_rest(map(_describe_snapshot, elsewhere))}"
             if elsewhere
             else f"{text}, and all ranks entered this call"
         )
@@ -191,10 +196,10 @@ def _summarize_collective(
         f"{_name_rank(rank, by_rank)} never entered it: {by_rank.get(rank, 'it reports nothing')}"
         for rank in missing
     ]
-    return HangSummary(f"{text}; {_join_parts(absences)}", about)
+    return HangSummary(f"{text}; {_join_and_count_rest(absences)}", about)
 
 
-def _pick_representatives(snapshots: Iterable[RankSnapshot]) -> list[RankSnapshot]:
+def _pick_one_per_collective(snapshots: Iterable[RankSnapshot]) -> list[RankSnapshot]:
     """Return one rank of each collective, as the others are in the same place, and all ranks in none."""
     return list(
         {snapshot.waits or snapshot.rank: snapshot for snapshot in reversed(list(snapshots))}.values()
@@ -210,13 +215,13 @@ def _name_rank(rank: int, by_rank: Mapping[int, RankSnapshot]) -> str:
     return f"rank {rank} on {by_rank[rank].node}" if rank in by_rank else f"rank {rank}"
 
 
-def _join_parts(parts: Iterable[str]) -> str:
+def _join_and_count_rest(parts: Iterable[str]) -> str:
     shown = list(parts)
     more = f"; and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
     return "; ".join(shown[:_MOST_SHOWN]) + more
 
 
-class HangResponder:
+class HangEvidenceCollector:
     """The launcher's part in a hang: tells other nodes, asks NCCL and the kernel, describes silent ranks."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
@@ -225,13 +230,13 @@ class HangResponder:
         self._is_done = False
 
     @property
-    def is_overdue(self) -> bool:
+    def is_rank_exit_overdue(self) -> bool:
         """True if ranks had their time to write snapshots and to end; the rest will not end by themselves."""
         return self._noticed_at is not None and time.monotonic() - self._noticed_at > _ENDING_SECONDS
 
-    def poll(self, ranks: Sequence[Outcome]) -> None:
+    def poll_and_write_snapshots(self, ranks: Sequence[RankState]) -> None:
         """Check for a hang; the launcher calls it at each poll while ranks run."""
-        world = outcomes.find_world_folder(self._folder) or self._folder
+        world = outcomes.read_world_folder_path(self._folder) or self._folder
         node_file, world_file = self._folder / outcomes.HANG_FILE, world / outcomes.HANG_FILE
         if self._is_done or not (files.is_file(node_file) or files.is_file(world_file)):
             return
@@ -242,7 +247,7 @@ class HangResponder:
                     file.touch()
             if self._rendezvous.nodes > 1:
                 with suppress(JobFailed):
-                    network.write(world, self._rendezvous.node_rank)
+                    network.write_connections(world, self._rendezvous.node_rank)
             # NCCL answers only while the processes live; the thread delays nothing else.
             path = world / f"hang-rank-{ranks[0].rank}.nccl.txt"
             Thread(target=ras.write, args=(path,), daemon=True).start()
@@ -250,11 +255,11 @@ class HangResponder:
             self._is_done = True
             for rank in ranks:
                 if rank.code is None and not has_snapshot(world, rank.rank):
-                    self._write_snapshot_for(rank, world)
+                    self._write_silent_rank_snapshot(rank, world)
 
-    def _write_snapshot_for(self, rank: Outcome, world: Path) -> None:
+    def _write_silent_rank_snapshot(self, rank: RankState, world: Path) -> None:
         """Write a snapshot for a rank that does not, from its printed stacks where it can print them."""
-        if not (reason := describe_process_state(rank.pid)):
+        if not (reason := describe_unresponsive_state(rank.pid)):
             if can_print_stacks(rank.pid):
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGUSR1)

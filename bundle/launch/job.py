@@ -29,7 +29,7 @@ from bundle.environment.packages import MegatronCopies, parse_base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, format_validation_errors, format_value
 from bundle.files import digest_json
 from bundle.launch import FilePath, Start, outcomes
-from bundle.launch.command import WAIT_SECONDS, Launch
+from bundle.launch.command import NODE_WAIT_SECONDS, Launch
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.starters import DEFAULT_PORT, parse_host_and_port
 from bundle.patches import megatron_core, plan
@@ -57,7 +57,7 @@ def _read_patches(value: Any) -> PatchPlan | None:
     return plan.load_patch_plan(value) if isinstance(value, dict) else value
 
 
-def _write_patches(patches: PatchPlan | None) -> Any:
+def _dump_patches_or_undecided(patches: PatchPlan | None) -> Any:
     return patches.dump() if patches else UNDECIDED
 
 
@@ -77,7 +77,9 @@ class Job:
     learning_bytes: int = Field(default=0, ge=0)
     megatron: Text  # the planned version
     # None: the sources of megatron-core were not available for planning.
-    patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
+    patches: Annotated[
+        PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_dump_patches_or_undecided)
+    ]
     allow_drift: tuple[Text, ...] = ()
     # The record of the job's image. None: not one of our images; undecided: its content is unknown.
     image: BuildInfo | Literal["undecided"] | None
@@ -86,7 +88,7 @@ class Job:
     plan: dict[str, Any]  # for people and programs; ranks do not execute it
 
     @cached_property
-    def effective_recipe(self) -> Recipe:
+    def recipe_with_planned_attention(self) -> Recipe:
         """The recipe that ranks compute, with the kernel of the plan, whatever device a node has."""
         values = self.recipe.dump()
         values["model"]["attention"] = self.attention
@@ -106,7 +108,7 @@ class Job:
             "image": _digest_image(self.image),
             "start": digest_json(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
-            **(self.patches.get_agreed_fields() if self.patches else {"patches": UNDECIDED}),
+            **(self.patches.get_rank_invariant_fields() if self.patches else {"patches": UNDECIDED}),
         }
 
     @cached_property
@@ -118,7 +120,7 @@ class Job:
         )
 
     @property
-    def digest(self) -> str:
+    def agreement_digest(self) -> str:
         """The digest of `agreement_fields`, 16 hexadecimal digits."""
         return digest_json(self.agreement_fields)
 
@@ -147,7 +149,7 @@ def _digest_image(record: BuildInfo | Literal["undecided"] | None) -> str:
     return record or "none"
 
 
-def format_rendezvous(job: Job, rendezvous: str) -> str:
+def get_rendezvous_or_placeholder(job: Job, rendezvous: str) -> str:
     """Return the rendezvous in printed commands; a placeholder where several nodes have none."""
     return rendezvous or (f"HOST:{DEFAULT_PORT}" if job.nodes > 1 else "")
 
@@ -164,7 +166,7 @@ def find_rendezvous_problems(job: Job, rendezvous: str) -> list[str]:
     return []
 
 
-def build_arguments(
+def build_train_arguments(
     job: Job,
     file: Path,
     node_rank: int | str = 0,
@@ -188,7 +190,7 @@ def build_arguments(
 
 
 def build_launch(
-    job: Job, rendezvous: Rendezvous, wait: int = WAIT_SECONDS, python: str = sys.executable
+    job: Job, rendezvous: Rendezvous, wait: int = NODE_WAIT_SECONDS, python: str = sys.executable
 ) -> Launch:
     """Return the start of one node's ranks, which execute a copy of the job in the launch's log folder.
 
@@ -223,11 +225,11 @@ def from_plan(
         backend=job_plan.hardware.backend,
         nodes=job_plan.nodes,
         per_node=job_plan.per_node,
-        generation=job_plan.hardware.generation.value or "",
-        environment=job_plan.variables,
+        generation=job_plan.hardware.oldest_generation.value or "",
+        environment=job_plan.environment_variables,
         attention=job_plan.attention.value,
         mem_fraction_static=share.chosen if share else None,
-        learning_bytes=max(stage.states.total + stage.activations.total for stage in job_plan.memory)
+        learning_bytes=max(stage.states.device_total + stage.activations.peak for stage in job_plan.memory)
         if share
         else 0,
         megatron=job_plan.megatron.version,
@@ -245,9 +247,9 @@ def decide_patches(job: Job) -> Job:
 
     Raise EnvironmentUnfit for a node that the job was not planned for, and the errors of the decisions.
     """
-    refuse_misfits(job)
+    check_node_environment(job)
     installed_packages, reviewed = packages.detect(), megatron_core.load_review_table()
-    patch_subject = megatron_core.find_installed_core(installed_packages, reviewed)
+    patch_subject = megatron_core.find_installed_or_default_core(installed_packages, reviewed)
     features = with_kernel(job.recipe.features, job.attention)
     patch_survey = survey_patches(
         patch_subject,
@@ -260,7 +262,7 @@ def decide_patches(job: Job) -> Job:
     return replace(job, patches=plan.build_patch_plan(patch_survey), image=image.read_own_record())
 
 
-def refuse_misfits(job: Job) -> None:
+def check_node_environment(job: Job) -> None:
     """Raise EnvironmentUnfit with every difference between this node and the one that the job needs."""
     if unfit := list(find_misfits(job, packages.detect().megatron, image.read_own_record())):
         raise EnvironmentUnfit("this node does not have the environment that the job was planned for", unfit)
@@ -296,7 +298,7 @@ def load(file: Path) -> Job:
 
 def parse(data: bytes | str) -> Job:
     """Return the job that `Job.to_text` wrote. Raise UsageError for anything else."""
-    document, digest = _read_document(data)
+    document, digest = _parse_and_digest_document(data)
     if document.get("format") != FORMAT:
         raise UsageError("this is not a job file of mcore-bundle")
     if document.get("version") != VERSION:
@@ -325,7 +327,7 @@ def parse(data: bytes | str) -> Job:
     return job
 
 
-def _read_document(data: bytes | str) -> tuple[dict[str, Any], str]:
+def _parse_and_digest_document(data: bytes | str) -> tuple[dict[str, Any], str]:
     """Return the JSON object in a text, and the digest of its content without the digest itself."""
 
     def refuse_constant(number: str) -> NoReturn:

@@ -18,8 +18,8 @@ from bundle.launch.outcomes import get_node_name
 _TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED, _RETRANSMISSION_TIMER = 1, 1
 # Unanswered attempts in a row, each after twice the time of the one before: more than a second in all.
-_LEAST_ATTEMPTS = 3
-_MOST_PAIRS = 4  # pairs of nodes that a message names
+_LEAST_RETRANSMISSIONS = 3
+_MAX_LISTED_PAIRS = 4  # pairs of nodes that a message names
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ def read_connections(tables: Sequence[Path] = _TCP_TABLES) -> NodeConnections:
     """Return the connections of this node's network namespace, from the kernel's tables."""
     addresses, unanswered = set(), set()
     for table in tables:
-        for row in (files.read_text(table, limit=64 << 20) or "").splitlines()[1:]:
+        for row in (files.read_text_if_small(table, limit=64 << 20) or "").splitlines()[1:]:
             _, local, remote, state, _, timer, attempts, *_ = row.split()
             if int(state, 16) != _ESTABLISHED:
                 continue
-            addresses.add(_parse_address(local))
+            addresses.add(_decode_kernel_address(local))
             is_sent_again = int(timer.partition(":")[0], 16) == _RETRANSMISSION_TIMER
-            if is_sent_again and int(attempts, 16) >= _LEAST_ATTEMPTS:
-                unanswered.add(_parse_address(remote))
+            if is_sent_again and int(attempts, 16) >= _LEAST_RETRANSMISSIONS:
+                unanswered.add(_decode_kernel_address(remote))
     return NodeConnections(get_node_name(), tuple(sorted(addresses)), tuple(sorted(unanswered)))
 
 
-def _parse_address(text: str) -> str:
+def _decode_kernel_address(text: str) -> str:
     """Return the address in a kernel's table, whose 32-bit words are in the byte order of the machine."""
     digits = bytes.fromhex(text.partition(":")[0])
     words = struct.unpack(f">{len(digits) // 4}I", digits)
@@ -55,7 +55,7 @@ def _parse_address(text: str) -> str:
     return str(mapped or address)
 
 
-def write(folder: Path, node_rank: int) -> None:
+def write_connections(folder: Path, node_rank: int) -> None:
     """Write this node's connections for the other nodes. Raise JobFailed where nothing can be written."""
     files.write_json(folder / f"network-{node_rank}.json", asdict(read_connections()))
 
@@ -63,7 +63,7 @@ def write(folder: Path, node_rank: int) -> None:
 def read(folder: Path) -> tuple[NodeConnections, ...]:
     """Return the connections that the nodes wrote, in the order of the nodes' ranks."""
     texts = {
-        int(path.stem.partition("-")[2]): files.read_text(path)
+        int(path.stem.partition("-")[2]): files.read_text_if_small(path)
         for path in files.list_matches(folder, "network-*.json")
     }
     values = [json.loads(text) for _, text in sorted(texts.items()) if text]
@@ -86,5 +86,9 @@ def find_cut_pairs(connections: Sequence[NodeConnections]) -> list[tuple[str, st
 
 def describe_pairs(pairs: Sequence[tuple[str, str]]) -> str:
     """Return a short list of pairs of nodes."""
-    more = f", and {format_count(len(pairs) - _MOST_PAIRS, 'more pair')}" if len(pairs) > _MOST_PAIRS else ""
-    return ", ".join(f"{first} and {second}" for first, second in pairs[:_MOST_PAIRS]) + more
+    more = (
+        f", and {format_count(len(pairs) - _MAX_LISTED_PAIRS, 'more pair')}"
+        if len(pairs) > _MAX_LISTED_PAIRS
+        else ""
+    )
+    return ", ".join(f"{first} and {second}" for first, second in pairs[:_MAX_LISTED_PAIRS]) + more

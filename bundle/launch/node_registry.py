@@ -30,7 +30,7 @@ HEARTBEAT_SECONDS = 2.0
 # A waiting node without a heartbeat for so long is lost; after a third of it, it is not chosen for a round.
 LOST_SECONDS = 30.0
 # While ranks run, all nodes together send at most so many heartbeats a second, and poll as often.
-_RUNNING_PER_SECOND = 20
+_RUN_HEARTBEATS_PER_SECOND = 20
 # The poll interval of nodes that wait grows with the nodes, so that all together make at most
 # _LISTINGS_PER_SECOND listings. It has a maximum, so that a heartbeat is seen within a third of LOST_SECONDS.
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.5, 5.0
@@ -89,7 +89,7 @@ class Heartbeat:
 
 
 _HEARTBEAT_FILE = re.compile(r"beat-(\w+)-(\d+)-(\d+)-(\d*)-(fit|out)-(\d*)")
-_ROUND_FILE = re.compile(r"round-(\d+)\.json")
+_ROUND_FILE_PATTERN = re.compile(r"round-(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class NodeRegistry:
                 (self.folder / self._heartbeat.file_name).touch()
             self._heartbeat_file = self._heartbeat.file_name
 
-    def send_heartbeat(self) -> None:
+    def send_heartbeat_if_due(self) -> None:
         """Renew this node's heartbeat if it is due; the launcher calls it at each poll."""
         interval = HEARTBEAT_SECONDS
         if self.own_entry.waits_for is None:
@@ -141,9 +141,9 @@ class NodeRegistry:
                 if not self._rename_heartbeat():  # another node has taken us for lost and removed our files
                     self.update_entry()
 
-    def poll(self) -> bool:
+    def poll_if_due(self) -> bool:
         """Read the heartbeats of the other nodes if a poll is due, and return whether it was."""
-        now, interval = time.monotonic(), get_poll_interval(len(self._known_nodes))
+        now, interval = time.monotonic(), get_waiting_poll_interval(len(self._known_nodes))
         if now - self._last_poll < interval:
             return False
         if (late := now - self._last_poll - interval) > LOST_SECONDS / 3:
@@ -159,7 +159,7 @@ class NodeRegistry:
             # A listing may contain a file twice, or not at all, while it is renamed.
             if known is None or heartbeat.count > known[0].count:
                 self._known_nodes[heartbeat.token] = (heartbeat, now, not is_first)
-        rounds = (int(match[1]) for match in map(_ROUND_FILE.fullmatch, file_names) if match)
+        rounds = (int(match[1]) for match in map(_ROUND_FILE_PATTERN.fullmatch, file_names) if match)
         self._newest_number = max([self._newest_number, *rounds])
         return True
 
@@ -191,7 +191,7 @@ class NodeRegistry:
             token for token in tokens if self._known_nodes.get(token, _UNSEEN_NODE)[0].exit_code is not None
         }
 
-    def has_seen_any_heartbeat(self, tokens: Iterable[str]) -> bool:
+    def has_heartbeat_since_start(self, tokens: Iterable[str]) -> bool:
         """Return whether any of the nodes has lived since this one came.
 
         Nodes that never did belong to an earlier start.
@@ -204,7 +204,7 @@ class NodeRegistry:
         """Return the names of nodes, as far as they have entries."""
         return ", ".join(entry.name for entry in map(self.read_entry, tokens) if entry)
 
-    def read_exit_codes(self, tokens: Iterable[str]) -> dict[str, int]:
+    def find_observed_exit_codes(self, tokens: Iterable[str]) -> dict[str, int]:
         """Return the exit codes of the nodes that ended while we polled.
 
         Nodes that had ended before belong to an earlier start.
@@ -218,10 +218,10 @@ class NodeRegistry:
 
     def read_entry(self, token: str) -> NodeEntry | None:
         """Return a node's entry; None where there is none, or none any more."""
-        values = json.loads(files.read_text(self._get_entry_path(token)) or "null")
+        values = json.loads(files.read_text_if_small(self._get_entry_path(token)) or "null")
         return values and NodeEntry(**values)
 
-    def read_verdict(self, token: str) -> Verdict | None:
+    def read_peer_verdict(self, token: str) -> Verdict | None:
         """Return the verdict that a node has ended with; None where it has none."""
         entry = self.read_entry(token)
         return parse(entry.ended) if entry and entry.ended else None
@@ -237,7 +237,7 @@ class NodeRegistry:
             self._newest_round = Round(values["number"], tuple(values["members"]), values["continues"])
         return self._newest_round
 
-    def propose(self, new_round: Round) -> None:
+    def create_round_if_absent(self, new_round: Round) -> None:
         """Make a round, unless another node has made one with that number. Raise JobFailed."""
         path = self.folder / f"round-{new_round.number}.json"
         complete_file = self.folder / f".{path.name}.{self.own_entry.token}"
@@ -245,11 +245,11 @@ class NodeRegistry:
         with suppress(FileExistsError):
             os.link(complete_file, path)
             if not new_round.continues:
-                self._remove_old_entries()
+                self._remove_dead_nodes()
         complete_file.unlink()
         self._newest_number = max(self._newest_number, new_round.number)
 
-    def _remove_old_entries(self) -> None:
+    def _remove_dead_nodes(self) -> None:
         """Remove the files of earlier starts."""
         live_tokens = {heartbeat.token for heartbeat in self.find_live_nodes()}
         for token in [token for token in self._known_nodes if token not in live_tokens]:
@@ -293,7 +293,7 @@ class NodeRegistry:
 
 def get_running_interval(nodes: int) -> float:
     """Return the interval of heartbeats, and of polls, of each of `nodes` nodes whose ranks run [s]."""
-    return max(HEARTBEAT_SECONDS, nodes / _RUNNING_PER_SECOND)
+    return max(HEARTBEAT_SECONDS, nodes / _RUN_HEARTBEATS_PER_SECOND)
 
 
 def get_running_lost_seconds(nodes: int) -> float:
@@ -301,7 +301,7 @@ def get_running_lost_seconds(nodes: int) -> float:
     return max(LOST_SECONDS, 2 * get_running_interval(nodes))
 
 
-def get_poll_interval(nodes: int) -> float:
+def get_waiting_poll_interval(nodes: int) -> float:
     """Return the poll interval of each of `nodes` nodes that wait for each other [s]."""
     return min(max(_POLL_SECONDS, nodes / _LISTINGS_PER_SECOND), _LONGEST_POLL_SECONDS)
 
@@ -318,7 +318,7 @@ def plan_next_round(
     live, number = list(live_nodes), (last.number if last else 0) + 1
     last_members = last.members if last else ()
     waiting = [heartbeat for heartbeat in live if heartbeat.waits_for == number and not heartbeat.is_excluded]
-    if len(waiting) < nodes or not is_round_over(last, live, gone):
+    if len(waiting) < nodes or not has_no_running_members(last, live, gone):
         return None
     chosen = sorted(waiting, key=lambda heartbeat: (heartbeat.token not in last_members, heartbeat.number))[
         :nodes
@@ -327,7 +327,7 @@ def plan_next_round(
     return Round(number, tuple(heartbeat.token for heartbeat in chosen), continues)
 
 
-def is_round_over(last: Round | None, live_nodes: Iterable[Heartbeat], gone: Iterable[str]) -> bool:
+def has_no_running_members(last: Round | None, live_nodes: Iterable[Heartbeat], gone: Iterable[str]) -> bool:
     """Return whether no member of the last round runs the job any more."""
     number = (last.number if last else 0) + 1
     finished = {heartbeat.token for heartbeat in live_nodes if heartbeat.waits_for == number} | set(gone)

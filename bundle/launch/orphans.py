@@ -44,7 +44,7 @@ def prepare_death_with_parent() -> Callable[[int], None]:
     return bind
 
 
-def die_with_parent() -> None:
+def die_with_torchrun_agent() -> None:
     """Let the kernel kill this rank when its parent, torchrun's agent, dies, so no rank is an orphan.
 
     Do nothing for a rank that torchrun did not start: its parent may be a shell that ends early by intent.
@@ -55,7 +55,7 @@ def die_with_parent() -> None:
         prepare_death_with_parent()(int(agent))
 
 
-def kill_forks_on_exit() -> None:
+def bind_forks_to_parent_death() -> None:
     """Let the kernel kill forks of this process, and forks of these, when their parent ends.
 
     The forks are writers of checkpoints. Forks of other threads than the main one are left alone, as they

@@ -22,22 +22,22 @@ from bundle.errors import BundleError, ExitCode, JobFailed
 _log = logging.getLogger(__name__)
 
 # The variable with the folder of one launch on one node; unset where another launcher started the ranks.
-DIRECTORY_VARIABLE = "BUNDLE_OUTCOMES"
+LAUNCH_FOLDER_VARIABLE = "BUNDLE_OUTCOMES"
 # The variable with the folder on this node that gets what cannot be written to that of the launch.
-LOCAL_VARIABLE = "BUNDLE_LOCAL_OUTCOMES"
+LOCAL_FOLDER_VARIABLE = "BUNDLE_LOCAL_OUTCOMES"
 # The variable with the name of a pod's node; the host name is that of the pod.
 KUBERNETES_NODE_VARIABLE = "K8S_NODE_NAME"
 AGENT_PID_FILE = "agent.pid"
 STOP_FILE, HANG_FILE = "stop", "hang"
 NOTICES_FILE, _MOST_NOTICES = "noticed.log", 4
 # In the folder of a launch on one node: the file with the path of the folder that all nodes share.
-WORLD_FILE = "world"
+WORLD_FOLDER_PATH_FILE = "world"
 # In the shared folder: the names and verdicts of nodes, apart from the snapshots of ranks in a hang.
 NODES_FOLDER = "nodes"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankState:
     """The state of one rank: alive while `code` is None; `time` is when it wrote this [s since the epoch].
 
     `explained`: the message says what is wrong, rather than what broke.
@@ -59,7 +59,7 @@ def find_next_log_folder(run: Path, node_rank: int) -> Path:
     return node_folder / str(max(numbers, default=0) + 1)
 
 
-def find_failed_start_path(folder: Path) -> Path | None:
+def build_failed_start_path(folder: Path) -> Path | None:
     """Return the file for the failure of a node before the nodes met; None outside of a run directory.
 
     `folder` is the log folder of a launch on one node.
@@ -68,7 +68,7 @@ def find_failed_start_path(folder: Path) -> Path | None:
     return logs / "failed-start.json" if logs.name == "logs" else None
 
 
-def count_earlier_launches() -> int:
+def count_earlier_node_launches() -> int:
     """Return the number of launches of this run on this node before this one, by our launcher."""
     folder = get_launch_folder()
     return int(folder.name) - 1 if folder and folder.name.isdecimal() else 0
@@ -83,11 +83,11 @@ def get_node_name() -> str:
 
 def get_launch_folder() -> Path | None:
     """Return the folder of this launch; None for a rank that another launcher started."""
-    value = os.environ.get(DIRECTORY_VARIABLE)
+    value = os.environ.get(LAUNCH_FOLDER_VARIABLE)
     return Path(value) if value else None
 
 
-def choose_local_folder() -> Path | None:
+def choose_fallback_temp_folder() -> Path | None:
     """Return the folder on this node for a launch whose disk fails; it does not exist yet.
 
     Return None where this node has no directory for temporary files.
@@ -115,15 +115,15 @@ def write_on_any_disk(name: str, values: Mapping[str, Any], folder: Path, local_
         return local_folder / name
 
 
-def write(outcome: Outcome) -> None:
+def write(outcome: RankState) -> None:
     """Write the state of a rank, in one rename, where the launcher reads it."""
-    folder, local_folder = get_launch_folder(), os.environ.get(LOCAL_VARIABLE)
+    folder, local_folder = get_launch_folder(), os.environ.get(LOCAL_FOLDER_VARIABLE)
     if folder is not None:
         name = f"rank-{outcome.rank}.json"
         write_on_any_disk(name, asdict(outcome), folder, Path(local_folder) if local_folder else None)
 
 
-def read(folder: Path, local_folder: Path | None = None) -> list[Outcome]:
+def read(folder: Path, local_folder: Path | None = None) -> list[RankState]:
     """Return the outcomes of the ranks of a launch, in the order of the ranks.
 
     A rank writes to `local_folder` what it cannot write to `folder`, so that is newer.
@@ -132,12 +132,14 @@ def read(folder: Path, local_folder: Path | None = None) -> list[Outcome]:
         path.name: text
         for place in filter(None, (folder, local_folder))
         for path in files.list_matches(place, "rank-*.json")
-        if (text := files.read_text(path))
+        if (text := files.read_text_if_small(path))
     }
-    return sorted((Outcome(**json.loads(text)) for text in texts.values()), key=lambda outcome: outcome.rank)
+    return sorted(
+        (RankState(**json.loads(text)) for text in texts.values()), key=lambda outcome: outcome.rank
+    )
 
 
-def create_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
+def publish_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
     """Create the folder that all ranks of this launch share, and write its path for the launcher.
 
     Nodes that share the run directory share the folder; the first rank of each node writes the node's name
@@ -147,26 +149,26 @@ def create_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
     folder = get_launch_folder()
     if local_rank == 0 and folder is not None:
         files.write_json(world / NODES_FOLDER / f"{node_rank}.json", {"node": get_node_name()})
-        files.write_text(folder / WORLD_FILE, str(world.absolute()))
+        files.write_text(folder / WORLD_FOLDER_PATH_FILE, str(world.absolute()))
 
 
-def find_world_folder(folder: Path) -> Path | None:
-    """Return the folder that `create_world_folder` made for the launch with this log folder.
+def read_world_folder_path(folder: Path) -> Path | None:
+    """Return the folder that `publish_world_folder` made for the launch with this log folder.
 
     Return None where ranks never met.
     """
-    path = files.read_text(folder / WORLD_FILE)
+    path = files.read_text_if_small(folder / WORLD_FOLDER_PATH_FILE)
     return Path(path) if path else None
 
 
-def announce_hang() -> None:
+def request_hang_snapshots() -> None:
     """Tell all ranks of this node to write their snapshots."""
     if folder := get_launch_folder():
         with suppress(OSError):  # a hang on a full disk is still a hang
             (folder / HANG_FILE).touch()
 
 
-def is_hang_noticed() -> bool:
+def is_hang_announced() -> bool:
     """Return whether a rank of this node has noticed a hang."""
     folder = get_launch_folder()
     return folder is not None and (folder / HANG_FILE).exists()
@@ -180,9 +182,9 @@ def record_notice(message: str) -> None:
             print(message, file=file)
 
 
-def read_notices(folder: Path) -> tuple[str, ...]:
+def read_last_notices(folder: Path) -> tuple[str, ...]:
     """Return the last notices of the ranks of this node."""
-    return tuple((files.read_text(folder / NOTICES_FILE) or "").splitlines()[-_MOST_NOTICES:])
+    return tuple((files.read_text_if_small(folder / NOTICES_FILE) or "").splitlines()[-_MOST_NOTICES:])
 
 
 def is_stop_requested() -> bool:
@@ -199,7 +201,7 @@ def run_and_report(rank: int, local_rank: int, body: Callable[[], None]) -> Exit
     """
     # Our launcher starts ranks that ignore SIGTERM; it must end a rank that cannot save yet.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    write(Outcome(rank, local_rank, os.getpid(), time.time()))
+    write(RankState(rank, local_rank, os.getpid(), time.time()))
     code, message, explained = ExitCode.OK, "", True
     try:
         body()
@@ -222,7 +224,7 @@ def report_end(
     """Write the outcome of a rank that ends, also to stderr, which is the rank's log."""
     with suppress(OSError):  # stderr may be on the disk that failed
         try:
-            write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
+            write(RankState(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
         except JobFailed as error:  # a full disk must not hide why the rank ends
             print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
         if message:

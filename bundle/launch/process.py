@@ -24,10 +24,10 @@ from bundle.environment.hardware import count_oom_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
 from bundle.launch import events, nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, build_command
-from bundle.launch.evidence import LinuxKernelLog, gather_evidence, read_tail
-from bundle.launch.hang import PROCESS_ENDED, HangResponder, describe_process_state
+from bundle.launch.evidence import KernelLogTail, gather_evidence, read_tail
+from bundle.launch.hang import PROCESS_ENDED, HangEvidenceCollector, describe_unresponsive_state
 from bundle.launch.rendezvous import Rendezvous
-from bundle.launch.storage import LogStorage
+from bundle.launch.storage import LogFileSystem
 from bundle.launch.verdict import Verdict, judge
 
 _log = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _POLL_SECONDS = 0.5
 _MAX_OPEN_FILES = 1 << 20  # some programs go through all numbers up to the limit
 # The time for the other ranks of a failed job to end by themselves; torchrun would give them 30 s.
-_GRACE_SECONDS = 5.0
+_RANK_FAILURE_GRACE_SECONDS = 5.0
 # The time for torchrun to end after its ranks were killed; the kernel may hold one of them.
-_AFTER_KILL_SECONDS = 8.0
+_AGENT_EXIT_GRACE_SECONDS = 8.0
 # The time for ranks to end after their agent was killed.
-_ORPHAN_SECONDS = 5.0
-_FIRST_REPORT_SECONDS = 10.0
+_ORPHAN_KILL_TIMEOUT_SECONDS = 5.0
+_FIRST_WAIT_REPORT_SECONDS = 10.0
 # In /proc/PID/status: the signals that a process ignores, and those that it handles.
-_SIGNAL_MASKS = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
+_IGNORED_OR_CAUGHT_MASK_PATTERN = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 
 
 class LaunchFailed(BundleError):
@@ -58,37 +58,37 @@ class LaunchFailed(BundleError):
         self.code, self.verdict, self.is_stopped = launch_verdict.code, launch_verdict, is_stopped
 
 
-class NodeWait:
+class RendezvousWait:
     """The wait of one node for the others; a single node does not wait."""
 
     def __init__(self, rendezvous: Rendezvous, folder: Path, limit: float) -> None:
         self._rendezvous, self._folder, self._limit = rendezvous, folder, limit
         self._began = time.monotonic()
-        self._next_report = _FIRST_REPORT_SECONDS
+        self._next_report = _FIRST_WAIT_REPORT_SECONDS
         self._is_over = rendezvous.nodes == 1
-        self._failed_starts = nodes.FailedStarts(folder, rendezvous)
+        self._failed_starts = nodes.PeerStartFailureWatcher(folder, rendezvous)
 
     @property
-    def is_over(self) -> bool:
+    def has_met_all_nodes(self) -> bool:
         """True if this node's ranks have started: torchrun makes their logs once all nodes have met."""
         self._is_over = self._is_over or any(self._folder.glob("*/attempt_*"))
         return self._is_over
 
-    def find_failure(self) -> str:
+    def find_abort_reason(self) -> str:
         """Return why the wait is in vain: another node failed, or the limit is exceeded; else nothing."""
-        if self.is_over:
+        if self.has_met_all_nodes:
             return ""
         if cause := self._failed_starts.poll():
             return cause
-        return f"gave up: {self}" if self._seconds > self._limit else ""
+        return f"gave up: {self}" if self._elapsed_seconds > self._limit else ""
 
     @property
-    def _seconds(self) -> float:
+    def _elapsed_seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def report_wait(self) -> None:
+    def log_missing_nodes(self) -> None:
         """Log which nodes are waited for; the interval doubles each time."""
-        if not self.is_over and self._seconds > self._next_report:
+        if not self.has_met_all_nodes and self._elapsed_seconds > self._next_report:
             _log.info("%s", self)
             self._next_report *= 2
 
@@ -96,8 +96,8 @@ class NodeWait:
         m, other_nodes = self._rendezvous, self._rendezvous.nodes - 1
         return (
             f"node {m.node_rank} of {m.nodes} waits for the other {other_nodes} at {m.address}:{m.port},"
-            f" for {self._seconds:.0f} of at most {self._limit:.0f} s: start this command on each node,"
-            f" with --node-rank 0 to {other_nodes}, and check that the port of node 0 can be reached"
+            f" for {self._elapsed_seconds:.0f} of at most {self._limit:.0f} s: start this command on each"
+            f" node, with --node-rank 0 to {other_nodes}, and check that the port of node 0 can be reached"
         )
 
 
@@ -123,25 +123,27 @@ def run(
             f"{folder}: the log folder cannot be written: {error.strerror}. Name a place that this user"
             " may write to with --run-directory"
         ) from error
-    storage, local_folder = LogStorage(folder), outcomes.choose_local_folder()
+    storage, local_folder = LogFileSystem(folder), outcomes.choose_fallback_temp_folder()
     earlier_kills = count_oom_kills(machine.get_local_machine())
-    node_wait = NodeWait(launch.rendezvous, folder, launch.wait)
-    peers = nodes.PeerNodes(folder, launch.rendezvous)
+    node_wait = RendezvousWait(launch.rendezvous, folder, launch.wait)
+    peers = nodes.PeerVerdictWatcher(folder, launch.rendezvous)
     torchrun = build_command(launch, inherited)
-    variables = {outcomes.DIRECTORY_VARIABLE: str(folder)} | (
-        {events.LISTENER_VARIABLE: "1"} if launch.has_events else {}
+    variables = {outcomes.LAUNCH_FOLDER_VARIABLE: str(folder)} | (
+        {events.LISTENER_FLAG_VARIABLE: "1"} if launch.has_events else {}
     )
     if local_folder is not None:
-        variables[outcomes.LOCAL_VARIABLE] = str(local_folder)
+        variables[outcomes.LOCAL_FOLDER_VARIABLE] = str(local_folder)
     is_read = launch.has_events or launch.rendezvous.nodes > 1
     with (
         (folder / "agent.log").open("wb") as log,
         ExitStack() as passed_on,
-        closing(LinuxKernelLog()) as kernel,
+        closing(KernelLogTail()) as kernel,
     ):
         if launch.rendezvous.nodes == 1:  # else torchrun leaves the file of its store behind
-            variables["PET_RDZV_ENDPOINT"] = str(Path(passed_on.enter_context(_make_temporary()), "store"))
-        with _block_signals():
+            variables["PET_RDZV_ENDPOINT"] = str(
+                Path(passed_on.enter_context(_create_temporary_directory()), "store")
+            )
+        with _block_stop_signals():
             agent = subprocess.Popen(
                 torchrun.argv,
                 env=torchrun.build_environment(inherited) | variables,
@@ -150,11 +152,13 @@ def run(
                 stdout=subprocess.PIPE if is_read else None,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_prepare_agent(os.getpid(), folder),
+                preexec_fn=_build_agent_preexec(os.getpid(), folder),
             )
-            stop_signal = passed_on.enter_context(_forward_stop_signals(agent, folder, node_wait))
-        passed_on.enter_context(output.forward_lines(agent.stdout, _build_line_printer(launch)))
-        agent_exit = _watch(agent, folder, local_folder, launch.rendezvous, node_wait, peers, send_heartbeat)
+            stop_signal = passed_on.enter_context(_request_stop_on_signal(agent, folder, node_wait))
+        passed_on.enter_context(output.forward_lines(agent.stdout, _build_first_rank_printer(launch)))
+        agent_exit = _supervise_agent(
+            agent, folder, local_folder, launch.rendezvous, node_wait, peers, send_heartbeat
+        )
         if agent_exit.status < 0:
             _kill_orphans(outcomes.read(folder, local_folder))
         launch_verdict = judge(
@@ -168,17 +172,17 @@ def run(
                 has_failed_elsewhere=peers.has_failed_peer,
                 has_hung=agent_exit.has_hung,
                 wait_failure=agent_exit.wait_failure,
-                kernel_lines=kernel.read_lines(),
+                kernel_lines=kernel.read_new_lines(),
                 has_memory_kills=count_oom_kills(machine.get_local_machine()) > earlier_kills,
                 agent_pid=agent.pid,
                 storage_failure=storage.find_failure() if agent_exit.status else "",
                 local_folder=local_folder,
             )
         )
-    world, late_signals = outcomes.find_world_folder(folder), list[int]()
+    world, late_signals = outcomes.read_world_folder_path(folder), list[int]()
     try:
-        if not node_wait.is_over and not agent_exit.wait_failure and not stop_signal:
-            nodes.report_failed_start(folder, launch.rendezvous, launch_verdict)
+        if not node_wait.has_met_all_nodes and not agent_exit.wait_failure and not stop_signal:
+            nodes.write_failed_start_verdict(folder, launch.rendezvous, launch_verdict)
         # A scheduler that ends the job for a lost node must not end this process before its verdict.
         with handle_stop_signals(lambda number, _: late_signals.append(number)):
             launch_verdict = nodes.agree_on_verdict(
@@ -196,7 +200,7 @@ def run(
         raise LaunchFailed(launch_verdict, is_stopped=bool(late_signals))
 
 
-def _make_temporary() -> tempfile.TemporaryDirectory[str]:
+def _create_temporary_directory() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="mcore-bundle-")
     except OSError as error:
@@ -205,7 +209,7 @@ def _make_temporary() -> tempfile.TemporaryDirectory[str]:
         ) from error
 
 
-def _build_line_printer(launch: Launch) -> Callable[[str], None]:
+def _build_first_rank_printer(launch: Launch) -> Callable[[str], None]:
     """Return the function that shows a line of this node's first rank.
 
     The line gets its label where there are several nodes.
@@ -214,11 +218,11 @@ def _build_line_printer(launch: Launch) -> Callable[[str], None]:
     if launch.rendezvous.nodes > 1:
         prefix = f"{output.format_label(node, node * launch.per_node)} "
     if launch.has_events:
-        return partial(events.show_line, prefix=prefix)
+        return partial(events.route_event_or_log_line, prefix=prefix)
     return lambda line: print(prefix + line, flush=True)
 
 
-def _prepare_agent(parent: int, folder: Path) -> Callable[[], None]:
+def _build_agent_preexec(parent: int, folder: Path) -> Callable[[], None]:
     """Return the function that the agent calls before it becomes torchrun.
 
     The agent then dies with us, and ignores SIGTERM. Its limit of open files becomes the hard limit: the
@@ -248,13 +252,13 @@ class _AgentExit(NamedTuple):
     wait_failure: str = ""
 
 
-def _watch(
+def _supervise_agent(
     agent: subprocess.Popen[bytes],
     folder: Path,
     local_folder: Path | None,
     rendezvous: Rendezvous,
-    node_wait: NodeWait,
-    peers: nodes.PeerNodes,
+    node_wait: RendezvousWait,
+    peers: nodes.PeerVerdictWatcher,
     send_heartbeat: Callable[[], None],
 ) -> _AgentExit:
     """Wait until the agent has ended; kill ranks that outlive a failure too long, or hang.
@@ -265,8 +269,8 @@ def _watch(
     failed_at: float | None = None
     killed_at: float | None = None
     agent_exit = _AgentExit(-signal.SIGKILL)
-    hang_responder = HangResponder(folder, rendezvous)
-    known_ranks: dict[int, outcomes.Outcome] = {}  # a disk that fails hides them
+    hang_responder = HangEvidenceCollector(folder, rendezvous)
+    known_ranks: dict[int, outcomes.RankState] = {}  # a disk that fails hides them
     while True:
         try:
             return agent_exit._replace(status=agent.wait(timeout=_POLL_SECONDS))
@@ -274,49 +278,51 @@ def _watch(
             known_ranks |= {outcome.rank: outcome for outcome in outcomes.read(folder, local_folder)}
             ranks = list(known_ranks.values())
         send_heartbeat()
-        node_wait.report_wait()
-        if wait_failure := node_wait.find_failure():
+        node_wait.log_missing_nodes()
+        if wait_failure := node_wait.find_abort_reason():
             agent.kill()
             agent_exit = agent_exit._replace(wait_failure=wait_failure)
-        hang_responder.poll(ranks)
+        hang_responder.poll_and_write_snapshots(ranks)
         now = time.monotonic()
-        if failed_at is None and (any(map(_has_failed, ranks)) or peers.poll()):
+        if failed_at is None and (any(map(_has_died_or_failed, ranks)) or peers.has_failed_peer_after_poll()):
             failed_at = now
-        if not hang_responder.is_overdue and (failed_at is None or now - failed_at <= _GRACE_SECONDS):
+        if not hang_responder.is_rank_exit_overdue and (
+            failed_at is None or now - failed_at <= _RANK_FAILURE_GRACE_SECONDS
+        ):
             continue
         if killed_at is None:  # deaths that torchrun has seen by now are not caused by us
             killed_at = now
             has_seen_death = verdict.has_seen_death(read_tail(folder / "agent.log"))
             agent_exit = agent_exit._replace(
-                has_killed_ranks=not has_seen_death, has_hung=hang_responder.is_overdue
+                has_killed_ranks=not has_seen_death, has_hung=hang_responder.is_rank_exit_overdue
             )
         for rank in ranks:
             _send_signal(rank.pid, signal.SIGKILL)
-        if now - killed_at > _AFTER_KILL_SECONDS:  # the agent waits for ranks which the kernel holds
+        if now - killed_at > _AGENT_EXIT_GRACE_SECONDS:  # the agent waits for ranks which the kernel holds
             agent.kill()
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(_POLL_SECONDS)
             return agent_exit
 
 
-def _kill_orphans(ranks: Sequence[outcomes.Outcome]) -> None:
+def _kill_orphans(ranks: Sequence[outcomes.RankState]) -> None:
     """Kill ranks whose agent was killed, and wait for their end; log those that do not end."""
-    deadline = time.monotonic() + _ORPHAN_SECONDS
+    deadline = time.monotonic() + _ORPHAN_KILL_TIMEOUT_SECONDS
     remaining = [rank for rank in ranks if rank.code is None]
-    while remaining := [rank for rank in remaining if describe_process_state(rank.pid) != PROCESS_ENDED]:
+    while remaining := [rank for rank in remaining if describe_unresponsive_state(rank.pid) != PROCESS_ENDED]:
         if time.monotonic() > deadline:
             break
         for rank in remaining:
             _send_signal(rank.pid, signal.SIGKILL)
-        time.sleep(_ORPHAN_SECONDS / 100)
+        time.sleep(_ORPHAN_KILL_TIMEOUT_SECONDS / 100)
     for rank in remaining:
-        process_state = describe_process_state(rank.pid)
+        process_state = describe_unresponsive_state(rank.pid)
         _log.warning(
             "rank %d, process %d, was killed but does not end: %s", rank.rank, rank.pid, process_state
         )
 
 
-def _has_failed(outcome: outcomes.Outcome) -> bool:
+def _has_died_or_failed(outcome: outcomes.RankState) -> bool:
     if outcome.code is None:
         return not _send_signal(outcome.pid, 0)
     return outcome.code not in (ExitCode.OK, ExitCode.PREEMPTED)
@@ -332,7 +338,7 @@ def _send_signal(pid: int, number: int) -> bool:
 
 
 @contextmanager
-def _block_signals() -> Iterator[None]:
+def _block_stop_signals() -> Iterator[None]:
     """Block stop signals within the context; they arrive afterwards, when they can be forwarded."""
     earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
@@ -342,8 +348,8 @@ def _block_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _forward_stop_signals(
-    agent: subprocess.Popen[bytes], folder: Path, node_wait: NodeWait
+def _request_stop_on_signal(
+    agent: subprocess.Popen[bytes], folder: Path, node_wait: RendezvousWait
 ) -> Iterator[dict[str, int]]:
     """Forward stop signals within the context; yield the dictionary that gets the first as "by"."""
     first_signal: dict[str, int] = {}
@@ -351,7 +357,7 @@ def _forward_stop_signals(
     def stop(number: int, _: object) -> None:
         is_repeated = "by" in first_signal
         first_signal.setdefault("by", number)
-        if is_repeated or not node_wait.is_over or not _can_ranks_survive_sigterm(folder):
+        if is_repeated or not node_wait.has_met_all_nodes or not _can_ranks_survive_sigterm(folder):
             # A second request, or nothing to save. The ranks die with their agent, which writes no traceback.
             agent.kill()
         else:
@@ -386,8 +392,8 @@ def _can_ranks_survive_sigterm(folder: Path) -> bool:
 
 def _ends_by_sigterm(pid: int) -> bool:
     """Return whether a process neither handles nor ignores SIGTERM; False where it is unknown."""
-    status = files.read_text(Path("/proc", str(pid), "status")) or ""
-    masks = [int(mask, 16) for mask in _SIGNAL_MASKS.findall(status)]
+    status = files.read_text_if_small(Path("/proc", str(pid), "status")) or ""
+    masks = [int(mask, 16) for mask in _IGNORED_OR_CAUGHT_MASK_PATTERN.findall(status)]
     return bool(masks) and not any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 

@@ -63,7 +63,7 @@ def discover(
     every contradiction and every value that does not fit its variable.
     """
     env = VariableReader(environment)
-    flags = _read_flags(env, nodes, node_rank, endpoint)
+    flags = _build_flags_claim(env, nodes, node_rank, endpoint)
     claims: list[Claim] = []
     for starter in STARTERS:
         if starter_claim := starter(env):
@@ -71,7 +71,11 @@ def discover(
         if claims and "rank" in claims[0].settings:
             break  # one rank of torchrun: the starter of torchrun does not describe this process
     first_claim = claims[0] if claims else Claim("none", ALONE_REASON, {})
-    violations = [*env.violations, *first_claim.find_contradictions(), *flags.find_contradictions()]
+    violations = [
+        *env.violations,
+        *first_claim.find_inconsistent_settings(),
+        *flags.find_inconsistent_settings(),
+    ]
     violations += flags.find_conflicts(first_claim)
     for other_claim in claims[1:]:
         violations += first_claim.find_conflicts(other_claim)
@@ -80,7 +84,7 @@ def discover(
             "RANK and WORLD_SIZE are set without LOCAL_RANK, so they may count pods or processes. Set"
             " --nodes, --node-rank and --rendezvous"
         )
-    merged = _merge(first_claim, flags, claims[1:], planned_nodes)
+    merged = _fill_claim_gaps(first_claim, flags, claims[1:], planned_nodes)
     violations = violations or _find_gaps(merged, environment)
     if violations:
         raise UsageError(
@@ -95,7 +99,9 @@ def discover(
     return Rendezvous(source=merged.source, reason=merged.reason, **address_values)
 
 
-def _read_flags(env: VariableReader, nodes: int | None, node_rank: int | None, endpoint: str | None) -> Claim:
+def _build_flags_claim(
+    env: VariableReader, nodes: int | None, node_rank: int | None, endpoint: str | None
+) -> Claim:
     if nodes is not None and nodes < 1:
         env.violations.append(f"--nodes {nodes} is below 1")
     if node_rank is not None and node_rank < 0:
@@ -113,7 +119,9 @@ def _read_flags(env: VariableReader, nodes: int | None, node_rank: int | None, e
     )
 
 
-def _merge(first_claim: Claim, flags: Claim, other_claims: list[Claim], planned_nodes: int) -> Claim:
+def _fill_claim_gaps(
+    first_claim: Claim, flags: Claim, other_claims: list[Claim], planned_nodes: int
+) -> Claim:
     """Return the first claim with its gaps filled, first by the flags, then by the other starters."""
     source, reason, settings = first_claim.source, first_claim.reason, dict(first_claim.settings)
     if source == "none" and "nodes" in flags.settings:
@@ -134,7 +142,7 @@ def _merge(first_claim: Claim, flags: Claim, other_claims: list[Claim], planned_
 
 
 def _find_gaps(merged: Claim, environment: Mapping[str, str]) -> list[str]:
-    gaps, settings = merged.find_contradictions(), merged.settings
+    gaps, settings = merged.find_inconsistent_settings(), merged.settings
     if "nodes" not in settings:
         return [*gaps, f"the number of nodes is not set ({merged.reason}). Set --nodes"]
     if settings["nodes"].value == 1 and "rank" not in settings:

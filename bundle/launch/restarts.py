@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from bundle.launch.process import LaunchFailed
-from bundle.launch.verdict import is_restartable
+from bundle.launch.verdict import is_restartable_in_place
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def run_with_restarts(
                 (most_restarts if get_progress() != last_progress else remaining),
                 get_progress(),
             )
-            if failure.is_stopped or not remaining or not is_restartable(failure.verdict):
+            if failure.is_stopped or not remaining or not is_restartable_in_place(failure.verdict):
                 raise
             if failure.verdict.silent:
                 _log.warning("not restarting: no report from %s", ", ".join(failure.verdict.silent))

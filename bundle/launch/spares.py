@@ -20,16 +20,16 @@ from bundle.launch.node_registry import (
     NodeRegistry,
     Round,
     get_running_lost_seconds,
-    is_round_over,
+    has_no_running_members,
     plan_next_round,
 )
 from bundle.launch.process import LaunchFailed, handle_stop_signals
 from bundle.launch.rendezvous import Rendezvous, find_own_address
-from bundle.launch.verdict import Verdict, is_restartable
+from bundle.launch.verdict import Verdict, is_restartable_in_place
 
 _log = logging.getLogger(__name__)
 
-FOLDER = "roster"
+NODE_REGISTRY_FOLDER = "roster"
 _SLEEP_SECONDS = 0.1
 
 
@@ -46,7 +46,9 @@ class NodeRunnerWithSpares:
         self._rendezvous, self._nodes = rendezvous, rendezvous.nodes - spares
         self._wait, self._most_restarts = wait, most_restarts
         address = rendezvous.address if rendezvous.node_rank == 0 else find_own_address(rendezvous.address)
-        self._registry = NodeRegistry(logs / FOLDER, rendezvous.node_rank, outcomes.get_node_name(), address)
+        self._registry = NodeRegistry(
+            logs / NODE_REGISTRY_FOLDER, rendezvous.node_rank, outcomes.get_node_name(), address
+        )
         self._stop_signal: int | None = None
 
     def run(
@@ -66,11 +68,11 @@ class NodeRunnerWithSpares:
         last_verdict: Verdict | None = None  # the verdict on this node's last round
         self._registry.update_entry(out=unfit)
         try:
-            while (placement := self._wait_for_round(last_verdict)) is not None:
+            while (placement := self._wait_to_join_round(last_verdict)) is not None:
                 rendezvous, continues = placement
                 self._registry.update_entry(waits_for=None)
                 try:
-                    start(rendezvous, continues, self._registry.send_heartbeat)
+                    start(rendezvous, continues, self._registry.send_heartbeat_if_due)
                     last_verdict = None
                     break
                 except LaunchFailed as failure:
@@ -87,7 +89,7 @@ class NodeRunnerWithSpares:
                         and last_verdict.node_rank == rendezvous.node_rank
                     )
                     self._registry.update_entry(out=last_verdict.sentence if is_bad else "")
-                elif is_restartable(last_verdict) and remaining:
+                elif is_restartable_in_place(last_verdict) and remaining:
                     remaining -= 1
                 else:
                     raise LaunchFailed(last_verdict)
@@ -97,7 +99,7 @@ class NodeRunnerWithSpares:
             self._registry.update_entry(ended=failure.verdict.dump())
             raise
 
-    def _wait_for_round(self, last_verdict: Verdict | None) -> tuple[Rendezvous, bool] | None:
+    def _wait_to_join_round(self, last_verdict: Verdict | None) -> tuple[Rendezvous, bool] | None:
         """Return this node's place in the next round that it takes part in; None once the job ended well.
 
         `last_verdict` is the verdict on its last round. Raise LaunchFailed where the job failed or no round
@@ -106,7 +108,7 @@ class NodeRunnerWithSpares:
         began, registry = time.monotonic(), self._registry
         with handle_stop_signals(self._record_signal):
             while True:
-                has_polled = registry.poll()
+                has_polled = registry.poll_if_due()
                 last = registry.read_newest_round()
                 if registry.own_entry.waits_for is None or (
                     last and last.number >= registry.own_entry.waits_for
@@ -116,18 +118,18 @@ class NodeRunnerWithSpares:
                         and registry.own_entry.waits_for is not None
                         and registry.own_entry.token in last.members
                     ):
-                        return self._build_rendezvous(last), last.continues
+                        return self._build_round_rendezvous(last), last.continues
                     registry.update_entry(waits_for=(last.number if last else 0) + 1)
-                registry.send_heartbeat()
+                registry.send_heartbeat_if_due()
                 if self._stop_signal is not None:
-                    raise LaunchFailed(self._build_signal_verdict(self._stop_signal, last))
-                if has_polled and self._begin_round_unless_ended(
+                    raise LaunchFailed(self._build_idle_signal_verdict(self._stop_signal, last))
+                if has_polled and self._has_ended_else_begin_round(
                     last, last_verdict, time.monotonic() - began
                 ):
                     return None
                 time.sleep(_SLEEP_SECONDS)
 
-    def _build_rendezvous(self, last: Round) -> Rendezvous:
+    def _build_round_rendezvous(self, last: Round) -> Rendezvous:
         """Return this node's place in a round, whose members meet at the first. Raise JobFailed."""
         first = self._registry.read_entry(last.members[0])
         if first is None:
@@ -135,7 +137,7 @@ class NodeRunnerWithSpares:
         rank = last.members.index(self._registry.own_entry.token)
         return self._rendezvous._replace(nodes=self._nodes, node_rank=rank, address=first.address)
 
-    def _begin_round_unless_ended(
+    def _has_ended_else_begin_round(
         self, last: Round | None, last_verdict: Verdict | None, waited: float
     ) -> bool:
         """Make the next round where it can begin, and return whether the job has ended well.
@@ -143,11 +145,14 @@ class NodeRunnerWithSpares:
         Raise LaunchFailed where the job failed or no round can follow.
         """
         registry, members = self._registry, last.members if last else ()
-        is_own_start, exit_codes = registry.has_seen_any_heartbeat(members), registry.read_exit_codes(members)
+        is_own_start, exit_codes = (
+            registry.has_heartbeat_since_start(members),
+            registry.find_observed_exit_codes(members),
+        )
         lost = registry.find_lost_nodes(members)
         gone = lost | registry.find_ended_nodes(members)
         for token, code in exit_codes.items():
-            if code != ExitCode.OK and (verdict := registry.read_verdict(token)):
+            if code != ExitCode.OK and (verdict := registry.read_peer_verdict(token)):
                 raise LaunchFailed(verdict)
         live_nodes = registry.find_live_nodes()
         if exit_codes and gone == set(members) - {registry.own_entry.token}:
@@ -159,10 +164,10 @@ class NodeRunnerWithSpares:
         if (
             next_round := plan_next_round(last, recently_alive, gone, self._nodes, continues=is_own_start)
         ) is not None:
-            registry.propose(next_round)
+            registry.create_round_if_absent(next_round)
             return False
         fit = [heartbeat for heartbeat in live_nodes if not heartbeat.is_excluded]
-        if is_own_start and is_round_over(last, live_nodes, gone) and len(fit) < self._nodes:
+        if is_own_start and has_no_running_members(last, live_nodes, gone) and len(fit) < self._nodes:
             reason = f"no heartbeat for {get_running_lost_seconds(self._rendezvous.nodes):.0f} s"
             lost_names = registry.format_names(token for token in members if token in lost)
             raise LaunchFailed(last_verdict or nodes.build_lost_node_verdict([lost_names], reason))
@@ -201,9 +206,9 @@ class NodeRunnerWithSpares:
             ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, cause, RestartAction.RESTART
         )
 
-    def _build_signal_verdict(self, signal_number: int, last: Round | None) -> Verdict:
+    def _build_idle_signal_verdict(self, signal_number: int, last: Round | None) -> Verdict:
         """Return the verdict that this node was told to end while none of its ranks ran."""
-        if last is not None and self._registry.has_seen_any_heartbeat(last.members):
+        if last is not None and self._registry.has_heartbeat_since_start(last.members):
             cause = "this spare node is not in use now, and ends as requested"
             return self._build_verdict(
                 ExitCode.PREEMPTED, FailureKind.PREEMPTED, cause, RestartAction.RESTART

@@ -15,10 +15,10 @@ T = TypeVar("T")
 DEFAULT_PORT = 29500
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
+_HOST_NAME_PATTERN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
-_GROUP = re.compile(r"\[([0-9]+)[^][]*\]", re.ASCII)
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x[0-9]{1,9}\))?", re.ASCII)
+_NODELIST_RANGE_PATTERN = re.compile(r"\[([0-9]+)[^][]*\]", re.ASCII)
+_TASK_COUNT_PATTERN = re.compile(r"([0-9]{1,9})(?:\(x[0-9]{1,9}\))?", re.ASCII)
 # Below the ephemeral ports, so no outgoing connection of the machine holds the derived port.
 _SLURM_PORTS = range(20000, 32000)
 
@@ -28,7 +28,7 @@ def parse_number(text: str) -> int | None:
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
-def parse_fixed_number(text: str) -> int | None:
+def parse_fixed_nnodes(text: str) -> int | None:
     """Return the number from 1 in `text`, or in both ends of the range `N:N`, or None."""
     least, _, most = text.partition(":")
     return (parse_number(least) or None) if most in ("", least) else None
@@ -46,7 +46,7 @@ def normalize_host(text: str) -> str | None:
     try:
         return str(ipaddress.ip_address(bare)) if "%" not in bare else None
     except ValueError:
-        return text if len(text) <= 253 and _NAME.fullmatch(text) else None
+        return text if len(text) <= 253 and _HOST_NAME_PATTERN.fullmatch(text) else None
 
 
 def parse_host_and_port(text: str) -> tuple[str, int] | None:
@@ -71,12 +71,12 @@ def parse_first_host(nodelist: str) -> str | None:
         if letter == "," and depth == 0:
             break
         outside += letter
-    return normalize_host(_GROUP.sub(r"\1", outside))
+    return normalize_host(_NODELIST_RANGE_PATTERN.sub(r"\1", outside))
 
 
 def parse_tasks_per_node(text: str) -> int | None:
     """Return the tasks per node in SLURM's form such as `2(x3),2`; None where nodes differ."""
-    tasks = {match and match[1] for match in map(_TASKS.fullmatch, text.split(","))}
+    tasks = {match and match[1] for match in map(_TASK_COUNT_PATTERN.fullmatch, text.split(","))}
     only = tasks.pop() if len(tasks) == 1 else None
     return int(only) if only else None
 
@@ -101,7 +101,7 @@ class Claim(NamedTuple):
     reason: str
     settings: Mapping[str, SourcedValue[Any]]
 
-    def find_contradictions(self) -> list[str]:
+    def find_inconsistent_settings(self) -> list[str]:
         """Return messages about values that cannot be true together, with both variables."""
         problems = []
         for index, size in (("rank", "world_size"), ("local_rank", "per_node"), ("node_rank", "nodes")):
@@ -175,7 +175,7 @@ class VariableReader:
         """Return a TCP port."""
         return self.read(name, parse_port, "a port from 1 to 65535", missing_hint)
 
-    def refuse(self, name: str, expected: str) -> None:
+    def add_violation(self, name: str, expected: str) -> None:
         """Add the violation that the value of `name` is not `expected`."""
         self.violations.append(f"{name}={self.get_text_or_empty(name)[:80]!r} is not {expected}")
 
@@ -188,7 +188,7 @@ class VariableReader:
             return None
         value = parse(self.get_text_or_empty(name))
         if value is None:
-            self.refuse(name, expected)
+            self.add_violation(name, expected)
             return None
         return SourcedValue(value, name)
 
@@ -246,7 +246,7 @@ def read_pet(env: VariableReader) -> Claim | None:
     if not env.has("PET_NNODES"):
         return None
     fixed = "one fixed number of nodes (a parallel layout cannot use an elastic range)"
-    nodes = env.read("PET_NNODES", parse_fixed_number, fixed)
+    nodes = env.read("PET_NNODES", parse_fixed_nnodes, fixed)
     address, port = env.read_host("PET_MASTER_ADDR"), env.read_port("PET_MASTER_PORT")
     if endpoint := env.read("PET_RDZV_ENDPOINT", parse_host_and_port, "HOST:PORT"):
         address = address or SourcedValue(endpoint.value[0], endpoint.source)
@@ -327,14 +327,16 @@ STARTERS: tuple[Callable[[VariableReader], Claim | None], ...] = (
 
 
 # The variables that the readers above read, and further ones of the same starters.
-_STARTER_VARIABLES = re.compile(
+_STARTER_VARIABLE_PATTERN = re.compile(
     r"(SLURM|PET|GROUP)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX", re.ASCII
 )
 
 
 def remove_starter_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the starters' variables, for a process in another place."""
-    return {name: value for name, value in environment.items() if not _STARTER_VARIABLES.fullmatch(name)}
+    return {
+        name: value for name, value in environment.items() if not _STARTER_VARIABLE_PATTERN.fullmatch(name)
+    }
 
 
 def _derive_node_count(

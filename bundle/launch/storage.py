@@ -7,7 +7,7 @@ from pathlib import Path
 from bundle import files
 
 
-class LogStorage:
+class LogFileSystem:
     """The file system that an existing log folder is on when this object is created."""
 
     def __init__(self, folder: Path) -> None:

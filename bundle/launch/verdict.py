@@ -15,25 +15,25 @@ from bundle.errors import ExitCode
 from bundle.launch import causes, hang, network, outcomes, output
 from bundle.launch.causes import SECONDARY, FailureKind, RestartAction
 from bundle.launch.evidence import LaunchEvidence
-from bundle.launch.outcomes import Outcome
+from bundle.launch.outcomes import RankState
 
 FILE_NAME = "verdict.json"
-FORMAT = "mcore-bundle verdict"
+FORMAT_NAME = "mcore-bundle verdict"
 # The codes of a rank that knows the cause, which no restart mends; the most certain first.
 _REFUSAL_CODES = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
 _HARMLESS_CODES = (None, ExitCode.OK, ExitCode.PREEMPTED)
-_FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+).*")
+_FIRST_DEATH_PATTERN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+).*")
 _TAIL_LINES = 15
-_MOST_CHARACTERS = 600
+_MAX_MESSAGE_CHARACTERS = 600
 # A line of the warnings module, and the source line that it shows.
-_WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:[ \t]+\S.*\n?)?", re.MULTILINE)
-_AGENT_DEATH = "torchrun, which started the ranks (process {pid}): {cause}"
-_KILLED = "killed by SIGKILL, by a user or by the kernel because memory ran out (see `dmesg`)"
-_SHORT_OF_MEMORY = (
+_WARNING_PATTERN = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:[ \t]+\S.*\n?)?", re.MULTILINE)
+_AGENT_DEATH_CAUSE_TEMPLATE = "torchrun, which started the ranks (process {pid}): {cause}"
+_SIGKILL_CAUSE_TEXT = "killed by SIGKILL, by a user or by the kernel because memory ran out (see `dmesg`)"
+_OOM_KILL_CAUSE_TEXT = (
     "killed by SIGKILL while the kernel ended processes because memory ran out: give the container more"
     " memory, or lower train.micro_batch_size or the number of ranks per node"
 )
-_ADVICE = {
+_ADVICE_BY_RESTART_ACTION = {
     RestartAction.NONE: "",
     RestartAction.RESTART: "; the same command continues from the last checkpoint",
     RestartAction.RESTART_WITHOUT: "; restart without {node}",
@@ -68,14 +68,14 @@ class Verdict:
         if self.kind in (FailureKind.NOTHING, FailureKind.PREEMPTED, FailureKind.STOPPED):
             return self.cause
         if self.code == ExitCode.HANG:  # the cause is about several ranks or nodes, and names them
-            return f"{self.cause}{_ADVICE[self.action]}"
+            return f"{self.cause}{_ADVICE_BY_RESTART_ACTION[self.action]}"
         place_parts = [] if self.rank is None else [f"rank {self.rank}"]
         place_parts += [self.node] if self.nodes > 1 and self.node else []
         device = f", {self.device}" if self.device else ""
         subject = f"{' on '.join(place_parts)}{device}: " if place_parts else ""
         if (self.kind, self.action) == (FailureKind.LAUNCH, RestartAction.RESTART):
             return f"{subject}{self.cause}; the same command tries again"
-        return f"{subject}{self.cause}{_ADVICE[self.action].format(node=self.node)}"
+        return f"{subject}{self.cause}{_ADVICE_BY_RESTART_ACTION[self.action].format(node=self.node)}"
 
     def to_text(self) -> str:
         """Return the text for a person: the details, then the sentence."""
@@ -84,7 +84,7 @@ class Verdict:
     def dump(self) -> dict[str, Any]:
         """Return the JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"format": FORMAT, **values, "code": int(self.code), "sentence": self.sentence}
+        return {"format": FORMAT_NAME, **values, "code": int(self.code), "sentence": self.sentence}
 
 
 def write(folder: Path, verdict: Verdict) -> None:
@@ -129,16 +129,14 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
     for detect in (
         _detect_refusal,
         _detect_preemption,
-        _detect_kernel_failure,
+        _detect_kernel_log_failure,
         _detect_hang,
-        _detect_unreachable_nodes,
+        _detect_launch_unavailable_report,
         _detect_stop,
     ):
         if (verdict := detect(launch, ended)) is not None:
             return verdict
-    broken = sorted(
-        _judge_broken_ranks(launch, ended), key=lambda verdict: get_consequence_level(verdict.kind)
-    )
+    broken = sorted(_judge_broken_ranks(launch, ended), key=lambda verdict: get_symptom_level(verdict.kind))
     if launch.storage_failure and not (broken and broken[0].kind is FailureKind.DISK):
         return _judge_storage_failure(launch, ended)
     return broken[0] if broken else _judge_failed_start(launch)
@@ -146,15 +144,15 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
 
 def has_seen_death(agent_log: str) -> bool:
     """Return whether torchrun's output says that a rank ended."""
-    return _FIRST_DEATH.search(agent_log) is not None
+    return _FIRST_DEATH_PATTERN.search(agent_log) is not None
 
 
-def get_consequence_level(kind: FailureKind) -> int:
+def get_symptom_level(kind: FailureKind) -> int:
     """Return 0 for a kind that can only be a cause; more for one that may follow from another."""
     return SECONDARY.index(kind) + 1 if kind in SECONDARY else 0
 
 
-def is_restartable(verdict: Verdict) -> bool:
+def is_restartable_in_place(verdict: Verdict) -> bool:
     """Return whether the same ranks on the same nodes may succeed: not stopped by request, no bad node."""
     return verdict.action is RestartAction.RESTART and verdict.kind not in (
         FailureKind.PREEMPTED,
@@ -185,7 +183,7 @@ def _build_verdict(
 
 def _build_rank_verdict(
     launch: LaunchEvidence,
-    outcome: Outcome,
+    outcome: RankState,
     kind: FailureKind,
     action: RestartAction,
     cause: str = "",
@@ -194,10 +192,10 @@ def _build_rank_verdict(
     details: tuple[str, ...] = (),
 ) -> Verdict:
     """Return the verdict about one rank; the default of `cause` is the rank's message."""
-    summary, message = _shorten_message(outcome.message), outcome.message.rstrip().splitlines()
-    quotes = (f"{_name_rank(outcome)}: {summary}",) if summary else ()
+    summary, message = _condense_message_to_line(outcome.message), outcome.message.rstrip().splitlines()
+    quotes = (f"{_format_rank_number(outcome)}: {summary}",) if summary else ()
     # Messages of several lines are shown in full above the sentence.
-    full_message = (f"{_name_rank(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
+    full_message = (f"{_format_rank_number(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
     return _build_verdict(
         launch,
         ExitCode(outcome.code) if outcome.code not in _HARMLESS_CODES else ExitCode.JOB_FAILED,
@@ -210,7 +208,7 @@ def _build_rank_verdict(
     )
 
 
-def _detect_refusal(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+def _detect_refusal(launch: LaunchEvidence, ended: list[RankState]) -> Verdict | None:
     refusals = [outcome for outcome in ended if outcome.code in _REFUSAL_CODES]
     return (
         _build_rank_verdict(launch, refusals[0], FailureKind.REFUSED, RestartAction.STOP)
@@ -219,7 +217,7 @@ def _detect_refusal(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | N
     )
 
 
-def _detect_preemption(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+def _detect_preemption(launch: LaunchEvidence, ended: list[RankState]) -> Verdict | None:
     saved = [outcome for outcome in ended if outcome.code == ExitCode.PREEMPTED]
     if not saved or any(o.code not in (ExitCode.OK, ExitCode.PREEMPTED, None) for o in launch.outcomes):
         return None
@@ -228,7 +226,7 @@ def _detect_preemption(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict 
     )
 
 
-def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
+def _detect_kernel_log_failure(launch: LaunchEvidence, _: list[RankState]) -> Verdict | None:
     """Return a verdict from the kernel's log on a device or memory, if we were not stopped."""
     pids = {outcome.pid: outcome.rank for outcome in launch.outcomes}
     for line in launch.kernel_lines if launch.stop_signal is None else ():
@@ -244,7 +242,7 @@ def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict 
             launch,
             ExitCode.JOB_FAILED,
             hit.rule.kind,
-            _AGENT_DEATH.format(pid=pid, cause=hit.cause) if is_agent else hit.cause,
+            _AGENT_DEATH_CAUSE_TEMPLATE.format(pid=pid, cause=hit.cause) if is_agent else hit.cause,
             hit.rule.action,
             rank=rank,
             device=f"PCI {device}" if device else None,
@@ -253,7 +251,7 @@ def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict 
     return None
 
 
-def _detect_hang(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+def _detect_hang(launch: LaunchEvidence, ended: list[RankState]) -> Verdict | None:
     hang_reports = [outcome for outcome in ended if outcome.code == ExitCode.HANG]
     if not hang_reports:
         return None
@@ -270,7 +268,7 @@ def _detect_hang(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None
     )
 
 
-def _judge_hang(launch: LaunchEvidence, report: Outcome) -> Verdict:
+def _judge_hang(launch: LaunchEvidence, report: RankState) -> Verdict:
     """Return the verdict on a hang, from the snapshots of ranks or else from a rank's `report`."""
     if not launch.snapshots:
         silent = [outcome.rank for outcome in launch.outcomes if outcome.code is None]
@@ -280,7 +278,7 @@ def _judge_hang(launch: LaunchEvidence, report: Outcome) -> Verdict:
             report,
             FailureKind.HANG,
             RestartAction.RESTART,
-            f"{_name_rank(report)}: {report.message}{stuck}",
+            f"{_format_rank_number(report)}: {report.message}{stuck}",
         )
     text, rank = hang.summarize_hang(launch.snapshots)
     longest = max(launch.snapshots, key=lambda snapshot: snapshot.seconds)
@@ -298,7 +296,7 @@ def _judge_hang(launch: LaunchEvidence, report: Outcome) -> Verdict:
     )
 
 
-def _detect_unreachable_nodes(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+def _detect_launch_unavailable_report(launch: LaunchEvidence, ended: list[RankState]) -> Verdict | None:
     reports = [outcome for outcome in ended if outcome.code == ExitCode.LAUNCH_UNAVAILABLE]
     return (
         _build_rank_verdict(launch, reports[0], FailureKind.LAUNCH, RestartAction.RESTART)
@@ -307,7 +305,7 @@ def _detect_unreachable_nodes(launch: LaunchEvidence, ended: list[Outcome]) -> V
     )
 
 
-def _detect_stop(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
+def _detect_stop(launch: LaunchEvidence, _: list[RankState]) -> Verdict | None:
     if launch.stop_signal is None:
         return None
     code = ExitCode.INTERRUPTED if launch.stop_signal == signal.SIGINT else ExitCode.TERMINATED
@@ -315,7 +313,7 @@ def _detect_stop(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
     return _build_verdict(launch, code, FailureKind.STOPPED, cause, RestartAction.RESTART)
 
 
-def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterator[Verdict]:
+def _judge_broken_ranks(launch: LaunchEvidence, ended: list[RankState]) -> Iterator[Verdict]:
     """Yield a verdict for each broken rank, the likeliest first cause first."""
     if launch.has_killed_ranks and launch.has_failed_elsewhere and not ended:
         cause = "its launcher ended its ranks because another node had ended before them"
@@ -323,7 +321,7 @@ def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterato
         return
     ranks = {outcome.local_rank: outcome for outcome in launch.outcomes}
     order = [outcome.local_rank for outcome in ended if outcome.code != ExitCode.PREEMPTED]
-    first, code = _FIRST_DEATH.search(launch.agent_log), 0
+    first, code = _FIRST_DEATH_PATTERN.search(launch.agent_log), 0
     has_agent_died = launch.status < 0 and not first and not launch.has_killed_ranks
     if first:
         code, first_local_rank = int(first[1]), int(first[2])
@@ -332,7 +330,7 @@ def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterato
         order = [first_local_rank, *order] if code < 0 and not is_own_kill else [*order, first_local_rank]
         ranks.setdefault(
             first_local_rank,
-            Outcome(launch.node_rank * launch.per_node + first_local_rank, first_local_rank, 0, 0.0),
+            RankState(launch.node_rank * launch.per_node + first_local_rank, first_local_rank, 0, 0.0),
         )
     elif not order and not has_agent_died:
         order = [outcome.local_rank for outcome in launch.outcomes if outcome.code is None][:1]
@@ -345,9 +343,9 @@ def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterato
         yield _judge_agent_death(launch)
 
 
-def _judge_reported_failure(launch: LaunchEvidence, outcome: Outcome) -> Verdict:
+def _judge_reported_failure(launch: LaunchEvidence, outcome: RankState) -> Verdict:
     """Return the verdict on a rank that wrote its outcome; an explained error keeps its message."""
-    log_lines = _describe_log(launch, outcome)
+    log_lines = _describe_log_path(launch, outcome)
     if (hit := causes.find_cause(causes.RANK_RULES, outcome.message)) is None:
         return _build_rank_verdict(
             launch, outcome, FailureKind.EXCEPTION, RestartAction.STOP, details=log_lines
@@ -356,11 +354,11 @@ def _judge_reported_failure(launch: LaunchEvidence, outcome: Outcome) -> Verdict
     return _build_rank_verdict(launch, outcome, hit.rule.kind, hit.rule.action, cause, details=log_lines)
 
 
-def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Match[str] | None) -> Verdict:
+def _judge_silent_failure(launch: LaunchEvidence, outcome: RankState, first: re.Match[str] | None) -> Verdict:
     """Return the verdict on a rank without an outcome, from its signal or its log."""
     code = int(first[1]) if first and int(first[2]) == outcome.local_rank else 0
     death_lines = (f"torchrun: {first[0].strip()}",) if first and code else ()
-    log_lines = _describe_log(launch, outcome)
+    log_lines = _describe_log_path(launch, outcome)
     kind, cause = _describe_signal(launch, -code)
     if code == -signal.SIGKILL:
         return _build_rank_verdict(
@@ -371,7 +369,7 @@ def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Ma
     )
     shown = (*log_lines, *_take_tail(log_tail, output.format_label(launch.node_rank, outcome.rank)))
     if hit := causes.find_cause(causes.RANK_RULES, log_tail):
-        death_lines = (*death_lines, f"{_name_rank(outcome)}'s log: {hit.line}")
+        death_lines = (*death_lines, f"{_format_rank_number(outcome)}'s log: {hit.line}")
         return _build_rank_verdict(
             launch, outcome, hit.rule.kind, hit.rule.action, hit.cause, evidence=death_lines, details=shown
         )
@@ -392,7 +390,7 @@ def _judge_agent_death(launch: LaunchEvidence) -> Verdict:
         launch,
         ExitCode.JOB_FAILED,
         kind,
-        _AGENT_DEATH.format(pid=launch.agent_pid, cause=cause),
+        _AGENT_DEATH_CAUSE_TEMPLATE.format(pid=launch.agent_pid, cause=cause),
         RestartAction.RESTART,
         evidence=(f"torchrun: ended by {_get_signal_name(-launch.status)}",),
     )
@@ -403,11 +401,11 @@ def _describe_signal(launch: LaunchEvidence, number: int) -> tuple[FailureKind, 
     if number != signal.SIGKILL:
         return FailureKind.CRASH, f"killed by {_get_signal_name(number)}"
     if launch.has_memory_kills:
-        return FailureKind.HOST_MEMORY, _SHORT_OF_MEMORY
-    return FailureKind.KILLED, _KILLED
+        return FailureKind.HOST_MEMORY, _OOM_KILL_CAUSE_TEXT
+    return FailureKind.KILLED, _SIGKILL_CAUSE_TEXT
 
 
-def _judge_storage_failure(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict:
+def _judge_storage_failure(launch: LaunchEvidence, ended: list[RankState]) -> Verdict:
     """Return the verdict on a log folder that cannot be written, with what the ranks could report."""
     return _build_verdict(
         launch,
@@ -415,7 +413,10 @@ def _judge_storage_failure(launch: LaunchEvidence, ended: list[Outcome]) -> Verd
         FailureKind.DISK,
         launch.storage_failure,
         RestartAction.STOP,
-        evidence=tuple(f"{_name_rank(outcome)}: {_shorten_message(outcome.message)}" for outcome in ended),
+        evidence=tuple(
+            f"{_format_rank_number(outcome)}: {_condense_message_to_line(outcome.message)}"
+            for outcome in ended
+        ),
     )
 
 
@@ -439,21 +440,21 @@ def _judge_failed_start(launch: LaunchEvidence) -> Verdict:
     )
 
 
-def _shorten_message(message: str) -> str:
+def _condense_message_to_line(message: str) -> str:
     """Return a message as one line: its first line and the first of the violations that it lists."""
     first, *rest = message.strip().splitlines() or [""]
     listed = [line.strip().removeprefix("- ") for line in rest if line.strip().startswith("- ")]
     more = f", and {len(listed) - 1} more" if len(listed) > 1 else ""
-    return (f"{first}: {listed[0]}{more}" if listed else first)[:_MOST_CHARACTERS]
+    return (f"{first}: {listed[0]}{more}" if listed else first)[:_MAX_MESSAGE_CHARACTERS]
 
 
-def _name_rank(outcome: Outcome) -> str:
+def _format_rank_number(outcome: RankState) -> str:
     return f"rank {outcome.rank}"
 
 
-def _describe_log(launch: LaunchEvidence, outcome: Outcome) -> tuple[str, ...]:
+def _describe_log_path(launch: LaunchEvidence, outcome: RankState) -> tuple[str, ...]:
     log = launch.logs.get(outcome.local_rank)
-    return (f"{_name_rank(outcome)}'s log: {log.path}",) if log else ()
+    return (f"{_format_rank_number(outcome)}'s log: {log.path}",) if log else ()
 
 
 def _get_signal_name(number: int) -> str:
@@ -464,7 +465,7 @@ def _get_signal_name(number: int) -> str:
 
 
 def _remove_warnings(text: str) -> str:
-    return _WARNING.sub("", text)
+    return _WARNING_PATTERN.sub("", text)
 
 
 def _take_tail(text: str, prefix: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bundle.mcore.groups import fork_random
+from bundle.mcore.groups import fork_dropout_rng
 
 
 class LowRankPair(NamedTuple):
@@ -87,15 +87,15 @@ class Adapter(torch.nn.Module):
         `counts`: the number of rows of each expert, where there are several; they lie one behind the other.
         """
         multiply = _make_multiply(x, counts)
-        a = torch.cat([self._stack_matrices("a", number) for number in self._adapted_indices], 1)
+        a = torch.cat([self._stack_expert_matrices("a", number) for number in self._adapted_indices], 1)
         if self._is_expert and self._dim == 0:
             a = sum_gradient_in_backward(a, self._group)
-        low = self._exchange(self._project_down(x, a, multiply) * self._scale)
+        low = self._exchange(self._project_down_with_dropout(x, a, multiply) * self._scale)
         parts = dict(zip(self._adapted_indices, low.chunk(len(self._adapted_indices), -1), strict=True))
         pieces = []
         for number, width in enumerate(self._widths):
             if number in parts:
-                b = self._stack_matrices("b", number)
+                b = self._stack_expert_matrices("b", number)
                 if self._is_expert and self._dim == 1:
                     b = sum_gradient_in_backward(b, self._group)
                 pieces.append(multiply(parts[number], b).unflatten(-1, (self._repeats, width)))
@@ -111,7 +111,7 @@ class Adapter(torch.nn.Module):
         if not self._magnitudes:
             return adapted
         # The ratio is near 1, and bf16 has more digits of the difference.
-        excess = (self._compute_row_ratios(range(len(self._pairs))) - 1).to(adapted.dtype)
+        excess = (self._compute_magnitude_norm_ratios(range(len(self._pairs))) - 1).to(adapted.dtype)
         if counts is None:
             excess = excess[0]
         else:
@@ -125,8 +125,8 @@ class Adapter(torch.nn.Module):
         With magnitudes all ranks that the weight is cut between call it.
         """
         deltas = [pair and pair.b.float() @ pair.a.float() * self._scale for pair in self._pairs[expert]]
-        merged = weight.float() + self._join_rows(deltas, 0.0, weight.shape[1:])
-        return merged * self._compute_row_ratios([expert]).mT if self._magnitudes else merged
+        merged = weight.float() + self._interleave_fused_rows(deltas, 0.0, weight.shape[1:])
+        return merged * self._compute_magnitude_norm_ratios([expert]).mT if self._magnitudes else merged
 
     def initialize_magnitudes(self) -> None:
         """Fill magnitudes with the norms of the rows, as PEFT does. All ranks of the group call it."""
@@ -140,7 +140,7 @@ class Adapter(torch.nn.Module):
         pairs = (pair for expert_pairs in self._pairs for pair in expert_pairs)
         return [pair.magnitude for pair in pairs if pair and pair.magnitude is not None]
 
-    def _compute_row_ratios(self, experts: Sequence[int]) -> Tensor:
+    def _compute_magnitude_norm_ratios(self, experts: Sequence[int]) -> Tensor:
         """Return magnitude / norm of every row of these experts' weights: [experts, out], fp32.
 
         A row without an adapter has 1.
@@ -156,7 +156,7 @@ class Adapter(torch.nn.Module):
             [None if pair is None or pair.magnitude is None else divide(pair.magnitude) for pair in pairs]
             for pairs in map(self._pairs.__getitem__, experts)
         ]
-        return torch.stack([self._join_rows(expert_ratios, 1.0) for expert_ratios in ratios])
+        return torch.stack([self._interleave_fused_rows(expert_ratios, 1.0) for expert_ratios in ratios])
 
     def _compute_row_norms(self, experts: Iterable[int]) -> list[Tensor]:
         """Return the norms of the rows of each adapted weight plus its delta, [out] in fp32.
@@ -183,7 +183,9 @@ class Adapter(torch.nn.Module):
         smallest = torch.finfo(joined.dtype).tiny  # rounding may leave less than 0
         return list(joined.clamp(min=smallest).sqrt().split([len(rows) for rows in squares]))
 
-    def _join_rows(self, parts: Sequence[Tensor | None], default: float, shape: Sequence[int] = ()) -> Tensor:
+    def _interleave_fused_rows(
+        self, parts: Sequence[Tensor | None], default: float, shape: Sequence[int] = ()
+    ) -> Tensor:
         """Return rows of this shape of the published weights, in fp32, as rows of the layer's weight."""
         pieces = [
             self._base_weights[0].new_full((self._repeats, width, *shape), default, dtype=torch.float)
@@ -193,21 +195,23 @@ class Adapter(torch.nn.Module):
         ]
         return torch.cat(pieces, 1).flatten(0, 1)
 
-    def _project_down(self, x: Tensor, a: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _project_down_with_dropout(
+        self, x: Tensor, a: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Return the products of `x` and every A side by side; in training each has its own dropout."""
         if not (self.training and self._dropout):
             return multiply(x, a)
         parts = a.chunk(len(self._adapted_indices), 1)
-        with self._fork_random():
+        with self._fork_dropout_rng():
             inputs = [F.dropout(x, self._dropout) for _ in parts]
         return torch.cat([multiply(rows, part) for rows, part in zip(inputs, parts, strict=True)], -1)
 
-    def _fork_random(self) -> AbstractContextManager[None]:
+    def _fork_dropout_rng(self) -> AbstractContextManager[None]:
         """Return the random state of dropout, which is the same on ranks that see the same input."""
         is_same_input = self._dim != 1 and not self._sequence_parallel
-        return fork_random(is_expert=self._is_expert, is_same=is_same_input)
+        return fork_dropout_rng(is_expert=self._is_expert, is_same=is_same_input)
 
-    def _stack_matrices(self, matrix: str, number: int) -> Tensor:
+    def _stack_expert_matrices(self, matrix: str, number: int) -> Tensor:
         """Return A or B of one published weight: [experts, ...]; zeros for an expert that has none."""
         matrices = [pair and getattr(pair, matrix) for pair in (pairs[number] for pairs in self._pairs)]
         template = next(item for item in matrices if item is not None)
@@ -303,7 +307,7 @@ def require_output_grad(embedding: torch.nn.Module) -> None:
     embedding.register_forward_hook(require_grad)
 
 
-def attach_placeholder_gradient(embedding: torch.Tensor) -> None:
+def set_zero_main_grad(embedding: torch.Tensor) -> None:
     """Make the first and the last stage add up a zero in the place of a frozen embedding's gradient.
 
     0.12 adds up the gradient of an embedding that both hold without checking whether it has one.

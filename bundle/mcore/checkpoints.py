@@ -26,11 +26,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.mcore import filter_keywords, unpickling
-from bundle.mcore.gpt import set_current_chunk
+from bundle.mcore.gpt import set_chunk_if_interleaved
 from bundle.mcore.groups import get_dp_cp_group
 
 # Forms that any layout can load; a release writes the first that it has. 0.15 introduced the first one.
-_SHARDING_TYPES = ("fully_reshardable", "fully_sharded_model_space")
+_PREFERRED_SHARDING_TYPES = ("fully_reshardable", "fully_sharded_model_space")
 
 
 def read_megatron_version() -> str:
@@ -41,7 +41,11 @@ def read_megatron_version() -> str:
 def choose_sharding_type() -> str:
     """Return the form in which this release writes optimizer state, loadable at any layout."""
     newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
-    return _SHARDING_TYPES[0] if _SHARDING_TYPES[0] in newer else _SHARDING_TYPES[1]
+    return (
+        _PREFERRED_SHARDING_TYPES[0]
+        if _PREFERRED_SHARDING_TYPES[0] in newer
+        else _PREFERRED_SHARDING_TYPES[1]
+    )
 
 
 def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -131,7 +135,7 @@ def _collect_weights(models: Sequence[torch.nn.Module], content: dict[str, Any])
     # Names as Megatron-LM gives them, so that its tools read our checkpoints.
     weights = {}
     for number, (name, model) in enumerate(_name_models(models)):
-        set_current_chunk(
+        set_chunk_if_interleaved(
             number if len(models) > 1 else None
         )  # 0.12 counts layers from those of the one it is in
         weights[name] = model.sharded_state_dict(metadata=dict(content))
@@ -298,7 +302,7 @@ def _remove_steps_while_loading(optimizer: MegatronOptimizer) -> Iterator[None]:
         state["step"] = step.clone()
 
 
-class _ResultFile:
+class _FileResultQueue:
     """A queue of one result, in a file, between this process and the ones that megatron writes with."""
 
     def __init__(self, path: Path) -> None:
@@ -325,7 +329,7 @@ def use_result_file(directory: Path) -> Iterator[None]:
     Megatron's own queue is a server process per rank. Each one starts Python and torch again (seconds), needs
     a main module that can be imported twice, and stays behind when its rank is killed.
     """
-    filesystem_async._results_queue = _ResultFile(directory.with_name(f".results-{dist.get_rank()}"))
+    filesystem_async._results_queue = _FileResultQueue(directory.with_name(f".results-{dist.get_rank()}"))
     try:
         yield
     finally:
@@ -343,7 +347,7 @@ def write_in_parallel(state: dict[str, Any], directory: Path) -> None:
     dist_checkpointing.save(state, str(directory), strategy)
 
 
-def build_flat_tensor(key: str, tensor: torch.Tensor, rank: int) -> Any:
+def build_flat_replicated_tensor(key: str, tensor: torch.Tensor, rank: int) -> Any:
     """Return a tensor that all ranks hold, as one flat range of itself.
 
     Optimizer state has this form up to 0.15.

@@ -13,7 +13,7 @@ from bundle.errors import JobFailed
 T = TypeVar("T")
 
 
-class Slot(Generic[T]):
+class ProcessWideOverride(Generic[T]):
     """A value for the duration of a `with`, the same in every thread of the process.
 
     Not a contextvars.ContextVar: on accelerators autograd runs the backward pass, and with it every
@@ -103,7 +103,7 @@ class RouterChoices:
         return chosen
 
 
-router_choices: Slot[RouterChoices | None] = Slot(None)
+router_choices: ProcessWideOverride[RouterChoices | None] = ProcessWideOverride(None)
 
-schedule_run: Slot[object | None] = Slot(None)
+schedule_run: ProcessWideOverride[object | None] = ProcessWideOverride(None)
 """The run of a schedule that is under way, a new object each: all micro-batches of a step see one."""

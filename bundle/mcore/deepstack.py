@@ -53,11 +53,11 @@ class Deepstack:
     def _make_hook(self, number: int) -> Any:
         def add(_: torch.nn.Module, __: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, ...]:
             hidden, *rest = output
-            return hidden + self._take_feature(number), *rest
+            return hidden + self._get_layer_feature(number), *rest
 
         return add
 
-    def _take_feature(self, number: int) -> Tensor:
+    def _get_layer_feature(self, number: int) -> Tensor:
         if (
             context.is_in_backward()
         ):  # the pipeline recomputes micro-batches in the order of their forward passes

@@ -21,7 +21,7 @@ from torch import Tensor
 from bundle.architectures import DeltaNet
 from bundle.mcore import filter_keywords
 
-_NORM_EPSILON = 1e-6  # of flash-linear-attention's l2norm
+_L2_NORM_EPSILON = 1e-6  # of flash-linear-attention's l2norm
 
 
 def build_config_fields(net: DeltaNet) -> dict[str, Any]:
@@ -81,20 +81,20 @@ def _with_net(layer: ModuleSpec) -> ModuleSpec:
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
     parts = GatedDeltaNetSubmodules(
-        attention.linear_qkv, _make_plain_norm(attention.q_layernorm), attention.linear_proj
+        attention.linear_qkv, _disable_zero_centered_gamma(attention.q_layernorm), attention.linear_proj
     )
     # In checkpoints the norm before the net is its projection's, as Transformer Engine has it.
     keys = {
         name: key.replace("linear_qkv", "in_proj")
         for name, key in submodules.sharded_state_dict_keys_map.items()
     }
-    net = ModuleSpec(module=_choose_class(), submodules=parts)
+    net = ModuleSpec(module=_choose_fla_or_torch_class(), submodules=parts)
     return replace(
         layer, submodules=replace(submodules, self_attention=net, sharded_state_dict_keys_map=keys)
     )
 
 
-def _make_plain_norm(norm: type) -> type:
+def _disable_zero_centered_gamma(norm: type) -> type:
     """Return the same norm, which multiplies by its weights whatever the model's norms do."""
 
     def build_norm(_: type, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:
@@ -107,7 +107,7 @@ def _make_plain_norm(norm: type) -> type:
 
 
 @cache
-def _choose_class() -> Any:
+def _choose_fla_or_torch_class() -> Any:
     """Return megatron's class; on the cpu and without flash-linear-attention a subclass on torch alone.
 
     Megatron computes that where it is asked to be deterministic. It refuses to be built without those
@@ -141,7 +141,7 @@ def _choose_class() -> Any:
 def _normalize_l2(x: Tensor) -> Tensor:
     """Return `x` over the root of the sum of its squares along the last dimension, summed in fp32."""
     values = x.float()
-    return (values * (values.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt()).to(x.dtype)
+    return (values * (values.square().sum(-1, keepdim=True) + _L2_NORM_EPSILON).rsqrt()).to(x.dtype)
 
 
 def build_small_delta_net(config: TransformerConfig) -> torch.nn.Module:
@@ -153,7 +153,7 @@ def build_small_delta_net(config: TransformerConfig) -> torch.nn.Module:
     config.sequence_parallel = config.persist_layer_norm = False
     for name, value in build_config_fields(DeltaNet(4, 4, 16, 16, 4, ())).items():
         setattr(config, name, value)
-    net: torch.nn.Module = _choose_class()(
+    net: torch.nn.Module = _choose_fla_or_torch_class()(
         config,
         GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear),
         layer_number=1,

@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bundle.architectures import MLA, Architecture, MoE, pad_vocab_size
+from bundle.architectures import MLA, Architecture, MoE, pad_vocab_to_lcm
 from bundle.architectures.tensors import SINKS_NAME
 from bundle.errors import EnvironmentUnfit
 from bundle.mcore import filter_keywords, gated_delta, rotary, routers
@@ -87,7 +87,7 @@ def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any])
     if model.recompute is not None:
         options |= _build_recompute_options(model.recompute)
     if architecture.gate_limit is not None:
-        options |= _build_gate_options(architecture.gate_limit)
+        options |= _build_clamped_activation_options(architecture.gate_limit)
     if architecture.sinks:
         options["softmax_type"] = "learnable"
     if architecture.zero_centered_norms:
@@ -114,7 +114,7 @@ def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any])
     return kind(**{**options, **backend_options})
 
 
-def _build_gate_options(limit: float) -> dict[str, Any]:
+def _build_clamped_activation_options(limit: float) -> dict[str, Any]:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu  # since 0.15
 
     return {
@@ -195,7 +195,7 @@ def _build_mla_options(architecture: Architecture, mla: MLA, *, is_fused: bool) 
 
 
 # Each norm, and the projection behind it, into which Transformer Engine folds it.
-_NORMS_BEFORE_PROJECTIONS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))
+_LATENT_NORM_PROJECTIONS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,9 @@ class Specs:
     mtp: Any | None
 
 
-def build_specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: bool) -> Specs:
+def build_attention_only_specs(
+    config: TransformerConfig, chunk: int | None, *, transformer_engine: bool
+) -> Specs:
     """Return megatron's own specs of model chunk `chunk` (None without interleaving), all with attention."""
     config = gated_delta.with_attention_only(config)
     build_block = gpt_layer_specs.get_gpt_decoder_block_spec
@@ -237,7 +239,7 @@ def build_specs(config: TransformerConfig, chunk: int | None, *, transformer_eng
     return Specs(decoder, mtp)
 
 
-def set_current_chunk(chunk: int | None) -> None:
+def set_chunk_if_interleaved(chunk: int | None) -> None:
     """Tell megatron's global state which model chunk is being built or run; None without interleaving."""
     if chunk is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
@@ -260,7 +262,7 @@ def build_model(
     built: torch.nn.Module = GPTModel(
         config,
         decoder,
-        vocab_size=pad_vocab_size(architecture.vocab_size, groups.tp.size),
+        vocab_size=pad_vocab_to_lcm(architecture.vocab_size, groups.tp.size),
         max_sequence_length=max_sequence_length,
         pre_process=groups.is_first_stage(chunk),
         post_process=groups.is_last_stage(chunk),
@@ -277,10 +279,10 @@ def build_model(
     tie_head_to_mtp_embedding(built)
     if hasattr(built, "embedding"):
         built.embedding.register_forward_hook(_give_usual_strides)
-    _mark_sinks(built)
+    _mark_sinks_tensor_parallel(built)
     if architecture.linear_bias:
         _clone_expert_outputs(built)
-        _mark_expert_biases(built)
+        _mark_expert_biases_tensor_parallel(built)
     rotary.use_mrope(built, architecture)
     rotary.apply_rope_scaling(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
@@ -299,7 +301,7 @@ def _give_usual_strides(_module: torch.nn.Module, _inputs: Any, hidden: torch.Te
     return hidden.reshape(hidden.shape)
 
 
-def _mark_sinks(built: torch.nn.Module) -> None:
+def _mark_sinks_tensor_parallel(built: torch.nn.Module) -> None:
     """Make the norm of gradients count every rank's learned sinks: each of its heads has one.
 
     Megatron takes an unmarked parameter for a copy of the first rank's.
@@ -320,7 +322,7 @@ def _clone_expert_outputs(built: torch.nn.Module) -> None:
             module.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), output[1]))
 
 
-def _mark_expert_biases(built: torch.nn.Module) -> None:
+def _mark_expert_biases_tensor_parallel(built: torch.nn.Module) -> None:
     """Make the biases of experts be reduced and counted in the norm of gradients as their weights are.
 
     Megatron takes the bias of every row-parallel layer for a copy that tensor-parallel ranks share. Under
@@ -380,9 +382,9 @@ def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
     for attention in chunk.modules():
         if isinstance(attention, MLASelfAttention):
             compressed = (
-                _NORMS_BEFORE_PROJECTIONS
+                _LATENT_NORM_PROJECTIONS
                 if attention.config.q_lora_rank is not None
-                else _NORMS_BEFORE_PROJECTIONS[1:]
+                else _LATENT_NORM_PROJECTIONS[1:]
             )
             for names in compressed:
                 candidates: list[Any] = [getattr(attention, name, None) for name in names]
@@ -404,7 +406,7 @@ def compute_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing:
     return loss
 
 
-def defer_output_layer(model: Any, receive: Callable[[torch.Tensor], None]) -> None:
+def bypass_head_and_report_weight(model: Any, receive: Callable[[torch.Tensor], None]) -> None:
     """Make the head of a bare GPTModel return its input [s, b, h] for the logits.
 
     All tensor-parallel ranks get the same, and add up their gradients. `receive` is called with the weight
@@ -429,7 +431,7 @@ def build_sink_attention(config: TransformerConfig) -> torch.nn.Module:
     return attention
 
 
-def build_cross_attention(
+def build_cross_attention_layer(
     config: TransformerConfig, tp: dist.ProcessGroup, cp: dist.ProcessGroup
 ) -> torch.nn.Module:
     """Return a layer whose heads are divided over `tp`, whatever the layout's own groups are (since 0.13)."""

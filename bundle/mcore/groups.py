@@ -53,7 +53,7 @@ class Groups:
         return self.pp.rank == self.pp.size - 1 and chunk == self.vpp - 1
 
 
-def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
+def create_model_parallel_groups(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
     """Create the model-parallel state with its seeds, and return its groups; torch.distributed must be up."""
     options: dict[str, Any] = {}
     if layout.mtp_rank != layout.pp - 1:
@@ -69,7 +69,7 @@ def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
         **options,
     )
-    seed_random_states(seed)
+    seed_model_parallel_rng(seed)
     return get_current_groups(layout.vpp or 1)
 
 
@@ -90,7 +90,7 @@ def get_current_groups(vpp: int = 1) -> Groups:
     )
 
 
-def destroy() -> None:
+def destroy_model_parallel_groups() -> None:
     """Remove the groups, after which another layout can be set up in the same processes."""
     parallel_state.destroy_model_parallel()
     # 0.12 keeps this value: a rank that held position embeddings would look for its group in the next layout.
@@ -112,7 +112,7 @@ def get_tp_cp_group() -> ProcessGroup:
     return parallel_state.get_tensor_and_context_parallel_group()
 
 
-def seed_random_states(seed: int, *, completed_steps: int = 0) -> None:
+def seed_model_parallel_rng(seed: int, *, completed_steps: int = 0) -> None:
     """Seed megatron's random states of this rank, for a run that goes on after `completed_steps`.
 
     Each kind of parallel region has one, for dropout and recomputation. They differ between pipeline stages,
@@ -135,7 +135,7 @@ def seed_random_states(seed: int, *, completed_steps: int = 0) -> None:
     tracker.add(_CUT_EXPERTS, stage_seed + _CUT_EXPERTS_SEED + cut_expert_rank)
 
 
-def fork_random(*, is_expert: bool, is_same: bool) -> AbstractContextManager[None]:
+def fork_dropout_rng(*, is_expert: bool, is_same: bool) -> AbstractContextManager[None]:
     """Return a random state for dropout in a layer that ranks of tp, or of etp for an expert, have cut.
 
     `is_same`: whether these ranks see the same input and must draw the same values. Recomputation and
@@ -150,7 +150,7 @@ def fork_random(*, is_expert: bool, is_same: bool) -> AbstractContextManager[Non
     return forked
 
 
-def get_random_states() -> dict[str, torch.Tensor]:
+def get_rng_tracker_states() -> dict[str, torch.Tensor]:
     """Return the state of each named generator, as bytes on the CPU."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
@@ -159,8 +159,8 @@ def get_random_states() -> dict[str, torch.Tensor]:
     }
 
 
-def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Put back what `get_random_states` returned."""
+def set_rng_tracker_states(states: dict[str, torch.Tensor]) -> None:
+    """Put back what `get_rng_tracker_states` returned."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     present = tracker.get_states()
     for name, state in states.items():

@@ -31,7 +31,7 @@ def detach_mtp(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None
     block = getattr(model, "mtp", None)
     if block is None:
         return
-    forward, depth_rows = block.forward, _DepthRows()
+    forward, depth_rows = block.forward, _DepthRowDetector()
 
     def forward_detached(*args: Any, hidden_states: Tensor, embedding: Any, **keywords: Any) -> Tensor:
         arguments = {"hidden_states": hidden_states, "embedding": embedding, **keywords}
@@ -45,8 +45,8 @@ def detach_mtp(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None
             arguments["hidden_states"] = _ZeroGradient.apply(hidden_states)
         result: Tensor = forward(*args, **arguments)
         if trunk:
-            result = _TrunkGradient.apply(hidden_states, result)
-        depth_rows.remember(result, hidden_states.numel())
+            result = _MainLossGradientBypass.apply(hidden_states, result)
+        depth_rows.record_location(result, hidden_states.numel())
         return result
 
     def detach_head(layer: torch.nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -65,13 +65,13 @@ def _detach_weight(layer: torch.nn.Module, weight: Tensor | None) -> Tensor:
     return fixed
 
 
-class _DepthRows:
+class _DepthRowDetector:
     """The block's result from 0.14 on: rows of the trunk, then those of each depth; the model cuts them."""
 
     def __init__(self) -> None:
         self._storage, self._first = -1, 0
 
-    def remember(self, result: Tensor, first: int) -> None:
+    def record_location(self, result: Tensor, first: int) -> None:
         self._storage, self._first = result.untyped_storage().data_ptr(), first
 
     def contains(self, rows: Tensor) -> bool:
@@ -95,7 +95,7 @@ class _ZeroGradient(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-class _TrunkGradient(torch.autograd.Function):
+class _MainLossGradientBypass(torch.autograd.Function):
     """`result`, whose first rows are `hidden`: the gradient of those goes to `hidden` too."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class _TrunkGradient(torch.autograd.Function):
         return gradient[: ctx.rows], gradient
 
 
-def read_logged_losses() -> torch.Tensor:
+def read_local_losses() -> torch.Tensor:
     """Return the loss of each depth as this rank recorded it, [depths]; megatron averages it over dp x cp."""
     tracker = _get_tracker()
     losses: torch.Tensor = tracker["values" if "values" in tracker else "loss_values"]  # renamed in 0.19

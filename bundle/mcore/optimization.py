@@ -24,10 +24,13 @@ from bundle.recipe.sections import Optimizer
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 
-OFFLOAD_OPTIONS = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}  # of `optimizer`
+FULL_CPU_OFFLOAD_OPTIONS = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+}  # of `optimizer`
 
 
-def _finalize_model_grads(*args: Any, **keywords: Any) -> None:
+def _call_late_bound_finalize_grads(*args: Any, **keywords: Any) -> None:
     """Call megatron's own function, looked up at each call: a patch may replace it after this import."""
     distributed.finalize_model_grads(*args, **keywords)
 
@@ -60,7 +63,7 @@ def wrap_data_parallel(
         callables = [getattr(chunk, attribute) for chunk in wrapped]
         return callables if len(callables) > 1 else callables[0]
 
-    config.finalize_model_grads_func = _finalize_model_grads
+    config.finalize_model_grads_func = _call_late_bound_finalize_grads
     config.no_sync_func = collect_callables("no_sync")
     if options.overlap_param_gather:
         config.param_sync_func = collect_callables("start_param_sync")
@@ -83,7 +86,7 @@ def _wrap_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Modu
     return wrapped
 
 
-def gather_weights(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> None:
+def complete_overlapped_param_gather(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> None:
     """Give every rank the weights of the last step, where that is left to the next forward pass."""
     if recipe.distributed.overlap_param_gather:
         for chunk in chunks:
@@ -109,7 +112,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=options.use_distributed_optimizer,
         **filter_keywords(OptimizerConfig, overlap_param_gather=recipe.distributed.overlap_param_gather),
-        **_build_state_options(options),
+        **_build_precision_aware_options(options),
         **megatron_options,
     )
     with _split_param_groups_by_lr(recipe, chunks):
@@ -161,7 +164,7 @@ def _split_param_groups_by_lr(recipe: Recipe, chunks: Sequence[DistributedDataPa
         optimizers._get_param_groups = original
 
 
-def _build_state_options(options: Optimizer) -> dict[str, Any]:
+def _build_precision_aware_options(options: Optimizer) -> dict[str, Any]:
     """Return the types in which the optimizer's state is kept, and where.
 
     `store_param_remainders`, the 16 bits of an fp32 weight that bf16 lacks, is never used. Megatron writes
@@ -169,7 +172,9 @@ def _build_state_options(options: Optimizer) -> dict[str, Any]:
     """
     if not options.use_precision_aware_optimizer:
         return {}
-    settings: dict[str, Any] = {name: DTYPES[dtype_name] for name, dtype_name in options.moment_types.items()}
+    settings: dict[str, Any] = {
+        name: DTYPES[dtype_name] for name, dtype_name in options.moment_dtype_settings.items()
+    }
     settings |= filter_keywords(OptimizerConfig, store_param_remainders=False)
     if options.optimizer_cpu_offload:
         settings |= {"optimizer_cpu_offload": True}
@@ -215,7 +220,7 @@ def skip_nonfinite_updates(optimizer: MegatronOptimizer) -> None:
     optimizer.prepare_grads = prepare_grads
 
 
-class _Schedule(OptimizerParamScheduler):
+class _LrMultScheduler(OptimizerParamScheduler):
     """A schedule whose rate is multiplied by `lr_mult` of each group; megatron's does that up to 0.15."""
 
     def get_lr(self, group: dict[str, Any]) -> float:
@@ -246,7 +251,7 @@ def build_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerPa
     options = recipe.optimizer
     warmup = options.count_warmup(recipe.train.steps)
     before_highest = max(0, warmup - 1)
-    return _Schedule(
+    return _LrMultScheduler(
         optimizer,
         init_lr=options.lr / max(1, warmup),
         max_lr=options.lr,
@@ -308,7 +313,7 @@ def build_offloaded_adam(parameters: Sequence[torch.nn.Parameter]) -> torch.opti
     return optimizer
 
 
-def list_sub_optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
+def list_offload_optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
     """Return the tensors that the parts of an offloaded optimizer step, copies or not, in their order."""
     distributed = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     return [

@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from bundle.packing.packing import Packing
 
 # Boundaries whose numbers are known on the host, for as long as their tensor lives.
-_HOST_BOUNDARIES = WeakTensorKeyDictionary()
+_HOST_BOUNDARIES_BY_TENSOR = WeakTensorKeyDictionary()
 # Results computed from boundaries on their device, while their tensor lives and is not written to.
-_DEVICE_RESULTS = WeakTensorKeyDictionary()
+_RESULTS_BY_BOUNDARIES = WeakTensorKeyDictionary()
 
 
 def build_packed_seq_params(packing: Packing) -> PackedSeqParams:
@@ -25,8 +25,10 @@ def build_packed_seq_params(packing: Packing) -> PackedSeqParams:
     by them under context parallel. `pad_between_seqs` (a field from 0.19 on) says whether they differ before
     the last one; without it attention would ask the device.
     """
-    padding, longest = packing.padding, packing.padding.longest_row
-    _HOST_BOUNDARIES[packing.cu_seqlens_padded] = tuple(accumulate((0, *padding.rows)))
+    padding, longest = packing.padding, packing.padding.longest_padded_length
+    _HOST_BOUNDARIES_BY_TENSOR[packing.cu_seqlens_padded] = tuple(
+        accumulate((0, *padding.padded_lengths_with_tail))
+    )
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=packing.cu_seqlens,
@@ -47,9 +49,9 @@ def to_host(boundaries: Tensor) -> tuple[int, ...]:
     Our own padded ones are known and cost nothing. Others are read from the device once in the life of their
     tensor, not once in every layer.
     """
-    if boundaries not in _HOST_BOUNDARIES:
-        _HOST_BOUNDARIES[boundaries] = tuple(boundaries.tolist())
-    known: tuple[int, ...] = _HOST_BOUNDARIES[boundaries]
+    if boundaries not in _HOST_BOUNDARIES_BY_TENSOR:
+        _HOST_BOUNDARIES_BY_TENSOR[boundaries] = tuple(boundaries.tolist())
+    known: tuple[int, ...] = _HOST_BOUNDARIES_BY_TENSOR[boundaries]
     return known
 
 
@@ -61,7 +63,7 @@ def roll_packed(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor
     one exchange of the first tokens of all chunks. Nothing is read back from the device, whatever the number
     of sequences.
     """
-    source, firsts = _compute_cached(_locate_next_tokens, boundaries, tensor.shape[-1], group)
+    source, firsts = _compute_cached(_plan_next_token_exchange, boundaries, tensor.shape[-1], group)
     if len(firsts):
         mine = tensor.index_select(-1, firsts).contiguous()
         theirs = mine.new_empty(group.size() * len(mine), *mine.shape[1:])  # gloo takes no other shape
@@ -71,13 +73,13 @@ def roll_packed(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor
     return F.pad(tensor, (0, 1)).index_select(-1, source)
 
 
-def compute_positions(boundaries: Tensor, rows: int, group: Any = None) -> tuple[Tensor, Tensor]:
+def compute_positions_and_starts(boundaries: Tensor, rows: int, group: Any = None) -> tuple[Tensor, Tensor]:
     """Return the position of each row of this rank in its sequence, and that one's start; [t / cp].
 
     The start is the place in the pack where the sequence begins. Boundaries and ranks are those of
     `roll_packed`; nothing is read back from the device.
     """
-    result: tuple[Tensor, Tensor] = _compute_cached(_compute_positions, boundaries, rows, group)
+    result: tuple[Tensor, Tensor] = _compute_cached(_compute_positions_and_starts, boundaries, rows, group)
     return result
 
 
@@ -87,16 +89,18 @@ def _compute_cached(compute: Callable[..., Any], boundaries: Tensor, rows: int, 
     key = (compute, rows, ranks, rank)
     if boundaries.is_inference():  # made in torch.inference_mode: nobody counts who writes to it
         return compute(boundaries, rows, ranks, rank)
-    version, known = _DEVICE_RESULTS.get(boundaries, (None, {}))
+    version, known = _RESULTS_BY_BOUNDARIES.get(boundaries, (None, {}))
     if version != boundaries._version:
         known = {}
-        _DEVICE_RESULTS[boundaries] = boundaries._version, known
+        _RESULTS_BY_BOUNDARIES[boundaries] = boundaries._version, known
     if key not in known:
         known[key] = compute(boundaries, rows, ranks, rank)
     return known[key]
 
 
-def _compute_positions(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+def _compute_positions_and_starts(
+    boundaries: Tensor, rows: int, ranks: int, rank: int
+) -> tuple[Tensor, Tensor]:
     starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
     row = torch.arange(rows, device=boundaries.device)
     sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
@@ -105,7 +109,7 @@ def _compute_positions(boundaries: Tensor, rows: int, ranks: int, rank: int) -> 
     return torch.where(offset < half, first, second), boundaries[:-1].long()[sequence]
 
 
-def _locate_next_tokens(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+def _plan_next_token_exchange(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return where the next token of every row is [t / cp], and the rows to exchange: the chunks' first.
 
     Places are counted over this rank's rows, then the first tokens of the chunks of each rank (all first

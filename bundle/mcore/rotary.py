@@ -50,7 +50,7 @@ def apply_rope_scaling(chunk: torch.nn.Module, architecture: Architecture) -> No
         rotated = slice(-width, None) if mla else slice(width)
         for module in chunk.modules():
             if isinstance(module, Attention):
-                concentrate = _Concentration(rotated, scaling.concentration**2)
+                concentrate = _YarnKeyScaleHook(rotated, scaling.concentration**2)
                 module.core_attention.register_forward_pre_hook(concentrate)
 
 
@@ -147,7 +147,7 @@ def use_mrope(model: Any, architecture: Architecture) -> None:
         )
 
 
-class _Concentration:
+class _YarnKeyScaleHook:
     """Multiplies the rotated part of the keys; queries are left alone, because only the product counts.
 
     It is a hook on core attention, where every release and every kernel gets rotated keys: Transformer

@@ -43,21 +43,21 @@ def set_group_score_topk(model: torch.nn.Module, score_topk: int) -> None:
     """
     for router in find_routers(model):
         if router.config.moe_router_topk // router.config.moe_router_group_topk != score_topk:
-            router.routing = _ExpertGroupRouting(router.routing, score_topk)
+            router.routing = _GroupScoreTopkRouting(router.routing, score_topk)
 
 
-class _ExpertGroupRouting:
+class _GroupScoreTopkRouting:
     """A router's choice that scores each group by its `score_topk` best experts."""
 
     def __init__(self, original: Callable[..., Any], score_topk: int) -> None:
         self._original, self._score_topk = original, score_topk
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _GroupScores(self._score_topk):
+        with _GroupScoreTopkMode(self._score_topk):
             return self._original(*args, **kwargs)
 
 
-class _GroupScores(TorchFunctionMode):
+class _GroupScoreTopkMode(TorchFunctionMode):
     """Replaces the only top-k of a router in three dimensions: the best experts of [token, group]."""
 
     def __init__(self, score_topk: int) -> None:

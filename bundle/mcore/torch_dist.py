@@ -122,15 +122,15 @@ class TorchDistCheckpoint:
             )
         try:
             with unpickling.restrict_to_data():
-                if len(items) == 1 and (stored := self._read_chunk(key, items[0])) is not None:
+                if len(items) == 1 and (stored := self._read_fully_covered_chunk(key, items[0])) is not None:
                     return stored.reshape(rest)
                 target = torch.empty(sizes, dtype=dtype)
-                self._reader.read_data(LoadPlan(items), _TensorLoadPlanner(target)).wait()
+                self._reader.read_data(LoadPlan(items), _SingleTensorLoadPlanner(target)).wait()
         except Exception as error:  # whatever a damaged file makes torch raise
             raise JobFailed(f"{self.root}: {to_printable(key)} cannot be read: {error}") from error
         return target.reshape(rest)
 
-    def _read_chunk(self, key: str, item: ReadItem) -> Tensor | None:
+    def _read_fully_covered_chunk(self, key: str, item: ReadItem) -> Tensor | None:
         """Return the stored chunk that an item covers completely; None for a part or another form.
 
         This avoids a second tensor into which the chunk would be copied.
@@ -204,7 +204,7 @@ class _FileRange(io.RawIOBase):
         return count
 
 
-class _TensorLoadPlanner(LoadPlanner):
+class _SingleTensorLoadPlanner(LoadPlanner):
     """A load planner that copies what is read into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
@@ -267,7 +267,7 @@ def write(
     """
     planner = _StreamingSavePlanner(list(parts), list(empty_keys))
     writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
-    writer.fs = _WriterFileSystem()
+    writer.fs = _BufferedWriteFileSystem()
     common = {
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": _CHECKPOINT_VERSION,
@@ -300,13 +300,13 @@ def _disable_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _WriterFileSystem(FileSystem):
+class _BufferedWriteFileSystem(FileSystem):
     """A file system whose files are written in large pieces."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Yield the file, empty."""
-        with files.open_writer(Path(path)) as stream:
+        with files.open_large_file_writer(Path(path)) as stream:
             yield stream
 
 

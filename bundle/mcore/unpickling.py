@@ -19,7 +19,7 @@ import torch
 
 # Modules whose own classes hold numbers and names: the index of torch's distributed checkpoints, and FP8
 # recipes in the extra state of Transformer Engine's layers.
-_CLASS_MODULES = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
+_ALLOWED_CLASS_MODULES = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
 _ALLOWED_NAMES = {
     ("builtins", "set"),
     ("collections", "OrderedDict"),
@@ -41,9 +41,9 @@ _ALLOWED_NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
 }
-_MEMO_OPCODES = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
-_NO_VALUE = object()
-_CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
+_MEMO_PUT_OPCODES = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
+_MISSING_ATTRIBUTE = object()
+_TORCH_CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 # If two restrictions overlapped, the first to end would lift the other's, and the last would never be lifted.
 _RESTRICTION_LOCK = threading.RLock()
 
@@ -56,7 +56,7 @@ def restrict_to_data() -> Iterator[None]:
     `pickle.load`, `pickle.loads` and `torch.load` of the whole process, threads with which torch reads
     included. Its collectives unpickle in other ways. A second thread waits.
     """
-    with restrict_to_weights():
+    with force_weights_only_load():
         before = pickle.load, pickle.loads
         pickle.load, pickle.loads = _load, _loads
         try:
@@ -66,13 +66,13 @@ def restrict_to_data() -> Iterator[None]:
 
 
 @contextmanager
-def restrict_to_weights() -> Iterator[None]:
+def force_weights_only_load() -> Iterator[None]:
     """Restrict `torch.load` in the block to data, with the classes that Megatron writes into common.pt.
 
     It overrules `weights_only=False`. A second thread waits.
     """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    with _RESTRICTION_LOCK, torch.serialization.safe_globals(_list_common_classes()):
+    with _RESTRICTION_LOCK, torch.serialization.safe_globals(_list_common_pt_classes()):
         before = os.environ.get(name)
         os.environ[name] = "1"
         try:
@@ -84,7 +84,7 @@ def restrict_to_weights() -> Iterator[None]:
                 os.environ[name] = before
 
 
-def _list_common_classes() -> list[Any]:
+def _list_common_pt_classes() -> list[Any]:
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
@@ -120,41 +120,47 @@ class _DataUnpickler(pickle.Unpickler):
             loaded = super().load()
         finally:
             changed = [
-                name for owner, original in self._originals.values() for name in _put_back(owner, original)
+                name
+                for owner, original in self._originals.values()
+                for name in _restore_attributes(owner, original)
             ]
         if changed:
             raise pickle.UnpicklingError(f"it changes {', '.join(changed)}, which data does not do")
         return loaded
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(attribute := getattr(torch, name, None), _CONSTANT_TYPES):
+        if module == "torch" and isinstance(attribute := getattr(torch, name, None), _TORCH_CONSTANT_TYPES):
             return attribute
         if (module, name) == ("builtins", "getattr"):
             return _get_enum_member
-        if module in _CLASS_MODULES:
+        if module in _ALLOWED_CLASS_MODULES:
             attribute = vars(import_module(module)).get(name)
             if isinstance(attribute, type) and attribute.__module__ == module:
-                return self._remember_attributes(attribute)
+                return self._snapshot_class_attributes(attribute)
         if (module, name) in _ALLOWED_NAMES:
             attribute = super().find_class(module, name)
             return (
-                self._remember_attributes(attribute)
+                self._snapshot_class_attributes(attribute)
                 if isinstance(attribute, type)
                 else lambda *arguments: attribute(*arguments)
             )
         raise pickle.UnpicklingError(f"it loads {module}.{name}, which is not data and could run code")
 
-    def _remember_attributes(self, cls: type) -> type:
+    def _snapshot_class_attributes(self, cls: type) -> type:
         for owner in (cls, *(cls if issubclass(cls, enum.Enum) else ())):
             self._originals.setdefault(id(owner), (owner, dict(vars(owner))))
         return cls
 
 
-def _put_back(owner: Any, original: dict[str, Any]) -> list[str]:
+def _restore_attributes(owner: Any, original: dict[str, Any]) -> list[str]:
     """Restore the attributes that have changed, and return their names; pydantic makes its own late."""
     now = vars(owner)
     names = [name for name in now.keys() | original.keys() if not name.startswith("__pydantic")]
-    changed = [name for name in names if now.get(name, _NO_VALUE) is not original.get(name, _NO_VALUE)]
+    changed = [
+        name
+        for name in names
+        if now.get(name, _MISSING_ATTRIBUTE) is not original.get(name, _MISSING_ATTRIBUTE)
+    ]
     for name in changed:
         if name in original:
             setattr(owner, name, original[name])
@@ -180,7 +186,7 @@ def _refuse_large_allocations(file: Any) -> None:
     start = file.tell()
     try:
         for instruction, number, _ in pickletools.genops(file):
-            if instruction.name in _MEMO_OPCODES and number is not None and number > file.tell():
+            if instruction.name in _MEMO_PUT_OPCODES and number is not None and number > file.tell():
                 raise ValueError(f"it uses memo number {number} within {file.tell()} bytes")
     except ValueError as error:
         raise pickle.UnpicklingError(f"not a valid pickle: {error}") from error

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from bundle.architectures import adapters, tensors
-from bundle.architectures.adapters import Matrix
+from bundle.architectures.adapters import LoraMatrix
 from bundle.architectures.tensors import TOWER_PREFIX, ConversionRule, Tensors, find_cut, is_expert
 from bundle.mcore import checkpoints
 from bundle.mcore.adapters import (
     Adapter,
     LowRankPair,
     attach,
-    attach_placeholder_gradient,
     require_output_grad,
     set_parallel_attributes,
+    set_zero_main_grad,
 )
 from bundle.mcore.groups import Groups, get_dp_cp_group, get_expert_dp_group
 from bundle.models import naming
-from bundle.models.naming import NamedTensor, Shard
+from bundle.models.naming import GloballyNamedTensor, Shard
 from bundle.recipe import Recipe
 from bundle.recipe.recipe import LoRA
 
@@ -37,10 +37,12 @@ class Adapters(torch.nn.Module):
     def __init__(self, lora: LoRA, groups: Groups, *, sequence_parallel: bool) -> None:
         super().__init__()
         self._lora, self._groups, self._sequence_parallel = lora, groups, sequence_parallel
-        self.matrices: list[NamedTensor] = []
+        self.matrices: list[GloballyNamedTensor] = []
         self._by_weight: dict[str, tuple[Adapter, int]] = {}
 
-    def add(self, layer: torch.nn.Module, weights: Sequence[tuple[NamedTensor, tensors.Tensor]]) -> None:
+    def add(
+        self, layer: torch.nn.Module, weights: Sequence[tuple[GloballyNamedTensor, tensors.Tensor]]
+    ) -> None:
         """Add a new adapter beside the layer that has these weights, where one of them is a target."""
         lora = self._lora
         pairs = [
@@ -85,19 +87,19 @@ class Adapters(torch.nn.Module):
         """Return the new pair of this rank, of a weight's dtype and on its device, with megatron's marks."""
         matrices = [
             _build_matrix(matrix, template, self._groups, sequence_parallel)
-            for matrix in pair.list_matrices()
+            for matrix in pair.list_trained_matrices()
         ]
         self.matrices += matrices
         return LowRankPair(*(matrix.parameter for matrix in matrices))
 
-    def merge_adapter(self, weight: NamedTensor) -> NamedTensor:
+    def merge_adapter(self, weight: GloballyNamedTensor) -> GloballyNamedTensor:
         """Return a weight's part on this rank with its adapter merged; the weight itself if it has none."""
         if weight.name not in self._by_weight:
             return weight
         adapter, number = self._by_weight[weight.name]
         with torch.no_grad():
             values = adapter.merge_into(weight.parameter, number).to(weight.parameter.dtype)
-        return NamedTensor(weight.name, values, weight.shard)
+        return GloballyNamedTensor(weight.name, values, weight.shard)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -121,7 +123,7 @@ class Adapters(torch.nn.Module):
 
 def find_adapters(chunk: torch.nn.Module) -> Adapters | None:
     """Return the adapters of a bare GPTModel chunk; None where the weights themselves are trained."""
-    chunk_adapters: Adapters | None = getattr(chunk, naming.ADAPTERS, None)
+    chunk_adapters: Adapters | None = getattr(chunk, naming.CHUNK_ADAPTERS_MODULE, None)
     return chunk_adapters
 
 
@@ -138,7 +140,7 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             adapter.is_disabled = False
 
 
-def merge_adapters(weight: NamedTensor, chunks: Sequence[torch.nn.Module]) -> NamedTensor:
+def merge_adapters(weight: GloballyNamedTensor, chunks: Sequence[torch.nn.Module]) -> GloballyNamedTensor:
     """Return this rank's part of a weight of these chunks with its adapter merged, not in place.
 
     With DoRA all ranks that the weight is cut between call it.
@@ -148,17 +150,17 @@ def merge_adapters(weight: NamedTensor, chunks: Sequence[torch.nn.Module]) -> Na
     return weight
 
 
-def select_checkpoint_module(chunk: torch.nn.Module) -> torch.nn.Module:
+def select_adapters_or_chunk(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the module of a chunk that a checkpoint holds: its adapters alone where it has some."""
     return find_adapters(chunk) or chunk
 
 
-def add_adapters(
+def freeze_and_add_adapters(
     chunks: Sequence[torch.nn.Module], recipe: Recipe, groups: Groups, lora: LoRA
-) -> list[NamedTensor]:
+) -> list[GloballyNamedTensor]:
     """Freeze the chunks and add new adapters beside their linear layers; return all that is trained."""
     table = {tensor.name: tensor for tensor in Tensors(recipe.architecture, groups.tp.size)}
-    matrices: list[NamedTensor] = []
+    matrices: list[GloballyNamedTensor] = []
     for chunk in chunks:
         weights = {id(weight.parameter): weight for weight in naming.find_parameters(chunk, groups)}
         chunk.requires_grad_(False)
@@ -174,10 +176,10 @@ def add_adapters(
             )
         for weight in weights.values():
             if weight.name == tensors.EMBEDDING:
-                attach_placeholder_gradient(weight.parameter)
+                set_zero_main_grad(weight.parameter)
         if hasattr(chunk, "embedding"):
             require_output_grad(chunk.embedding)
-        chunk.add_module(naming.ADAPTERS, chunk_adapters)
+        chunk.add_module(naming.CHUNK_ADAPTERS_MODULE, chunk_adapters)
         matrices += chunk_adapters.matrices
     return matrices
 
@@ -200,7 +202,7 @@ def initialize_adapters(chunks: Sequence[torch.nn.Module], seed: int) -> None:
                 module.initialize_magnitudes()
 
 
-def initialize_matrices(matrices: Sequence[NamedTensor], seed: int) -> None:
+def initialize_matrices(matrices: Sequence[GloballyNamedTensor], seed: int) -> None:
     """Fill new A and B as PEFT does: B zero, A uniform. Values depend on (seed, name), not on the layout."""
     with torch.no_grad():
         for named in matrices:
@@ -215,7 +217,7 @@ def initialize_matrices(matrices: Sequence[NamedTensor], seed: int) -> None:
             named.parameter.copy_(named.extract_shard(values))
 
 
-def allocate_shard(matrix: Matrix, rank: int, size: int, template: Tensor) -> NamedTensor:
+def allocate_shard(matrix: LoraMatrix, rank: int, size: int, template: Tensor) -> GloballyNamedTensor:
     """Return an empty tensor for the part of a matrix that `rank` of `size` holds.
 
     It has the dtype and the device of `template`.
@@ -224,10 +226,14 @@ def allocate_shard(matrix: Matrix, rank: int, size: int, template: Tensor) -> Na
     if matrix.cut is not None and size > 1:
         shard = Shard(matrix.cut.dim, rank, size)
         shape[shard.dim] //= size
-    return NamedTensor(matrix.name, torch.empty(shape, dtype=template.dtype, device=template.device), shard)
+    return GloballyNamedTensor(
+        matrix.name, torch.empty(shape, dtype=template.dtype, device=template.device), shard
+    )
 
 
-def _build_matrix(matrix: Matrix, template: Tensor, groups: Groups, sequence_parallel: bool) -> NamedTensor:
+def _build_matrix(
+    matrix: LoraMatrix, template: Tensor, groups: Groups, sequence_parallel: bool
+) -> GloballyNamedTensor:
     axis = groups.etp if matrix.is_expert else groups.tp
     local = allocate_shard(matrix, axis.rank, axis.size, template)
     parameter = torch.nn.Parameter(local.parameter)
@@ -239,10 +245,10 @@ def _build_matrix(matrix: Matrix, template: Tensor, groups: Groups, sequence_par
         sequence_parallel=sequence_parallel,
         allreduce=not matrix.is_expert or (groups.ep.size == 1 and groups.etp.size == groups.tp.size),
     )
-    return NamedTensor(matrix.name, parameter, local.shard)
+    return GloballyNamedTensor(matrix.name, parameter, local.shard)
 
 
-def list_matrices(chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
+def list_matrices(chunks: Sequence[torch.nn.Module]) -> Iterator[GloballyNamedTensor]:
     """Yield A, B and magnitude of all adapters of these chunks."""
     for chunk in chunks:
         chunk_adapters = find_adapters(chunk)

@@ -22,15 +22,15 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
 from bundle.models import loading
-from bundle.models.exporting import find_copies
+from bundle.models.exporting import find_duplicate_tensor_names
 from bundle.models.finite_check import FiniteCheck
 from bundle.models.mapped_files import MappedFiles
 from bundle.models.merging import AdapterBaseModel, MergedTensors
 from bundle.models.publishing import (
-    DTYPES,
+    TORCH_DTYPE_BY_SAFETENSORS_NAME,
     PublishedWriter,
     list_stored_tensors,
-    plan_files,
+    plan_files_by_writer,
     split_into_published,
 )
 from bundle.pretrained import PretrainedWeights, refuse_unequal_copies, replacing, writing
@@ -51,12 +51,12 @@ class TensorSource(Protocol):
         ...
 
 
-class HuggingFaceTensors:
+class HuggingFacePublishedTensors:
     """A Hugging Face directory; scales are no tensors of their own."""
 
     def __init__(self, weights: PretrainedWeights) -> None:
         self._weights, self._files = weights, MappedFiles()
-        kinds = {**DTYPES, MXFP4: torch.bfloat16}
+        kinds = {**TORCH_DTYPE_BY_SAFETENSORS_NAME, MXFP4: torch.bfloat16}
         self.tensors = {
             name: (entry.shape, kinds[entry.dtype])
             for name, entry in weights.entries.items()
@@ -67,7 +67,7 @@ class HuggingFaceTensors:
         return loading.read_published(self._weights, name, self._files)
 
 
-class MegatronTensors:
+class TorchDistMegatronTensors:
     """The weights of a torch_dist checkpoint by its own keys; those with many tensors are divided."""
 
     def __init__(self, checkpoint: TorchDistCheckpoint) -> None:
@@ -87,16 +87,16 @@ class MegatronTensors:
         return self._checkpoint.read(*self._keys_by_name[name])
 
 
-class PublishedTensors:
+class TorchDistPublishedTensors:
     """A torch_dist checkpoint under the published names of its model."""
 
     def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors) -> None:
         """Raise UsageError with every tensor that the checkpoint lacks or has in another shape."""
         self._checkpoint = checkpoint
-        self._places = find_places(checkpoint, table)
+        self._places = map_megatron_names_to_locations(checkpoint, table)
         self._tensors_by_name: dict[str, list[tensors.Tensor]] = {}  # more than one: the entries of a stack
         for tensor in table:
-            for name in tensor.written_names:
+            for name in tensor.published_and_copy_names:
                 self._tensors_by_name.setdefault(name, []).append(tensor)
         self.tensors = {
             name: (shape, checkpoint.tensors[self._places[tensor.name].key][1])
@@ -109,19 +109,23 @@ class PublishedTensors:
             part
             for tensor in self._tensors_by_name[name]
             for published, part in zip(
-                tensor.written_names, split_into_published(tensor, self.read_tensor(tensor)), strict=True
+                tensor.published_and_copy_names,
+                split_into_published(tensor, self.read_table_tensor(tensor)),
+                strict=True,
             )
             if published == name
         ]
         return torch.stack(values) if self._tensors_by_name[name][0].stack else values[0]
 
-    def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
+    def read_table_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """Return a tensor of the table."""
         place = self._places[tensor.name]
         return self._checkpoint.read(place.key, place.entry)
 
 
-def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, CheckpointLocation]:
+def map_megatron_names_to_locations(
+    checkpoint: TorchDistCheckpoint, table: Tensors
+) -> dict[str, CheckpointLocation]:
     """Return the location of each published tensor in a checkpoint.
 
     Raises UsageError with every tensor that the checkpoint lacks or has in another shape.
@@ -131,7 +135,7 @@ def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, Ch
     for tensor in table:
         if not tensor.published_names:
             continue
-        places = checkpoint_names.find_locations(tensor, table.architecture)
+        places = checkpoint_names.list_candidate_locations(tensor, table.architecture)
         stored_place = next((place for place in places if place.key in checkpoint.tensors), None)
         if stored_place is None:
             violations.append(
@@ -149,20 +153,22 @@ def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, Ch
     return places_by_name
 
 
-def find_dtype(weights: PretrainedWeights, tensor: tensors.Tensor) -> torch.dtype:
+def promote_published_dtypes(weights: PretrainedWeights, tensor: tensors.Tensor) -> torch.dtype:
     """Return the dtype that holds all of a tensor's published numbers.
 
     For FP8 and MXFP4 it is bf16, in which such models train.
     """
     kinds = [weights.entries[name].dtype for name in tensor.published_names]
-    dtypes = [torch.bfloat16 if kind in (FP8, MXFP4) else DTYPES[kind] for kind in kinds]
+    dtypes = [
+        torch.bfloat16 if kind in (FP8, MXFP4) else TORCH_DTYPE_BY_SAFETENSORS_NAME[kind] for kind in kinds
+    ]
     dtype = dtypes[0]
     for other in dtypes[1:]:
         dtype = torch.promote_types(dtype, other)
     return dtype
 
 
-_CHUNK_VALUES = 2**22  # values that are compared in float64
+_COMPARISON_CHUNK_VALUES = 2**22  # values that are compared in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,11 @@ def _compare_tensor(name: str, first: TensorSource, second: TensorSource) -> Ite
 def _measure_difference(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Return the largest absolute difference, and that divided by the first's largest magnitude."""
     largest = magnitude = 0.0
-    for a, b in zip(first.flatten().split(_CHUNK_VALUES), second.flatten().split(_CHUNK_VALUES), strict=True):
+    for a, b in zip(
+        first.flatten().split(_COMPARISON_CHUNK_VALUES),
+        second.flatten().split(_COMPARISON_CHUNK_VALUES),
+        strict=True,
+    ):
         one, other = a.double(), b.double()
         distance = torch.where(
             (one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs().nan_to_num(torch.inf)
@@ -234,7 +244,7 @@ def _measure_difference(first: Tensor, second: Tensor) -> tuple[float, float]:
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
 
-def to_hugging_face(
+def write_full_hugging_face_model(
     checkpoint: TorchDistCheckpoint,
     model: PublishedModel,
     directory: Path,
@@ -248,22 +258,22 @@ def to_hugging_face(
     where it cannot be read or the files cannot be written. The previous directory stays until the new one is
     complete.
     """
-    table = Tensors(model.architecture, written_copies=find_copies(directory, model))
+    table = Tensors(model.architecture, written_copies=find_duplicate_tensor_names(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
         raise UsageError(f"no loader reads {model.architecture.model_type} in FP8 blocks: export it in bf16")
     merged = MergedTensors(checkpoint, table, base) if base else None
-    source = merged or PublishedTensors(checkpoint, table)
+    source = merged or TorchDistPublishedTensors(checkpoint, table)
     everything = list(table.iterate_published())
-    (planned_files,) = plan_files(
+    (planned_files,) = plan_files_by_writer(
         [[entry for tensor in everything for entry in list_stored_tensors(tensor, numbers)]]
     )
     with replacing.replace_directory(directory) as new_directory:
         output = PublishedWriter(new_directory, planned_files)
         for tensor in everything:
-            output.append(tensor, source.read_tensor(tensor), numbers)
-        output.close()
+            output.append(tensor, source.read_table_tensor(tensor), numbers)
+        output.close_and_raise_error()
         if merged:
-            merged.conclude()
+            merged.refuse_nonfinite_base_weights()
         writing.write_remaining_files(new_directory, model, numbers, planned_files)
 
 
@@ -281,7 +291,8 @@ def to_torch_dist(weights: PretrainedWeights, table: Tensors, directory: Path) -
     parts = list(_build_entries(weights, table, check))
     places = (checkpoint_names.CheckpointLocation(part.key, part.entry, part.entries) for part in parts)
     empty_keys = dict.fromkeys(
-        checkpoint_names.build_object_key(place) for place in checkpoint_names.find_extra_states(places)
+        checkpoint_names.build_object_key(place)
+        for place in checkpoint_names.derive_extra_state_locations(places)
     )
     arguments = {
         "num_layers": architecture.num_layers,
@@ -298,9 +309,9 @@ def to_torch_dist(weights: PretrainedWeights, table: Tensors, directory: Path) -
             parts,
             empty_keys,
             arguments=arguments,
-            content_metadata=checkpoint_names.describe_checkpoint_content(architecture),
+            content_metadata=checkpoint_names.build_key_layout_metadata(architecture),
         )
-        check.conclude()
+        check.refuse_nonfinite_tensors()
         files.write_text(new_directory / TRACKER, f"{RELEASE}\n")
 
 
@@ -313,12 +324,12 @@ def _refuse_delta_nets(table: Tensors) -> None:
         )
 
 
-def find_newest(directory: Path) -> Path:
+def resolve_tracked_checkpoint(directory: Path) -> Path:
     """Return `directory` if it is a torch_dist directory, else the one in it that Megatron-LM's --load takes.
 
     Raises UsageError where that cannot be known.
     """
-    content = files.read_text(directory / TRACKER)
+    content = files.read_text_if_small(directory / TRACKER)
     if content is None:
         return directory
     if content.strip() == RELEASE:
@@ -334,7 +345,7 @@ def _build_entries(
     mapped_files = MappedFiles()
     for tensor in table:
         if tensor.published_names:
-            dtype = find_dtype(weights, tensor)
-            for place in checkpoint_names.find_written_locations(tensor, table.architecture):
+            dtype = promote_published_dtypes(weights, tensor)
+            for place in checkpoint_names.find_save_locations(tensor, table.architecture):
                 values = partial(loading.read_whole_tensor, weights, tensor, dtype, mapped_files, check)
                 yield CheckpointEntry(place.key, place.entry, place.entries, tensor.shape, dtype, values)

@@ -26,9 +26,9 @@ from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
 from bundle.mcore.groups import Groups
 from bundle.models import adapters
-from bundle.models.publishing import PublishedWriter, list_stored_tensors, plan_files
+from bundle.models.publishing import PublishedWriter, list_stored_tensors, plan_files_by_writer
 from bundle.models.streaming import TensorStream
-from bundle.pretrained import replacing, summarize_names, writing
+from bundle.pretrained import format_similar_name_examples, replacing, writing
 from bundle.pretrained.writing import OutputTensor, PublishedModel, WeightFormat
 from bundle.recipe import Recipe
 
@@ -47,20 +47,20 @@ def write(
     All ranks call it; the chunks stay as they are. Raises JobFailed on all ranks where one cannot write.
     """
     stream = TensorStream.from_chunks(chunks, groups, table)
-    planned_files = plan_files(
+    planned_files = plan_files_by_writer(
         [
             entry
             for route in stream.routes
             if route.owner == owner
             for entry in list_stored_tensors(route.tensor, numbers)
         ]
-        for owner in stream.owners
+        for owner in stream.distinct_owner_ranks
     )
-    mine = dict(zip(stream.owners, planned_files, strict=True)).get(dist.get_rank(), {})
+    mine = dict(zip(stream.distinct_owner_ranks, planned_files, strict=True)).get(dist.get_rank(), {})
     output = PublishedWriter(directory, mine)
     for tensor, full_tensor in stream.gather("owner"):
         output.append(tensor, full_tensor, numbers)
-    run_on_all_ranks(output.close)
+    run_on_all_ranks(output.close_and_raise_error)
     return {name: share for writer_files in planned_files for name, share in writer_files.items()}
 
 
@@ -78,7 +78,7 @@ def export(
     on all ranks. The previous directory stays until the new one is complete.
     """
     model = PublishedModel.from_recipe(recipe)
-    copies = run_on_rank_0(lambda: find_copies(directory, model))
+    copies = run_on_rank_0(lambda: find_duplicate_tensor_names(directory, model))
     table = Tensors(recipe.architecture, groups.tp.size, copies)
     numbers: WeightFormat = "fp8" if recipe.checkpoint.export == "hf-fp8" else recipe.model.dtype
     with ExitStack() as stack:
@@ -90,13 +90,13 @@ def export(
         run_on_rank_0(stack.close)
 
 
-def find_copies(directory: Path, model: PublishedModel) -> list[str]:
+def find_duplicate_tensor_names(directory: Path, model: PublishedModel) -> list[str]:
     """Return the copies of tensors to write; log which tensors the directory leaves out.
 
     Those are what no family publishes, and what the model's source has and the model itself has not.
     """
     source, table = model.read_source_tensor_names(), Tensors(model.architecture)
-    copies = table.find_copies(source)
+    copies = table.list_copies_to_write(source)
     if any(not tensor.published_names for tensor in table):
         _log.warning(
             "%s leaves out the MTP layers, because model_type %s is published without MTP layers",
@@ -110,7 +110,7 @@ def find_copies(directory: Path, model: PublishedModel) -> list[str]:
             directory,
             len(lost),
             model.source,
-            ", ".join(summarize_names(lost)),
+            ", ".join(format_similar_name_examples(lost)),
         )
     return copies
 
@@ -129,7 +129,9 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         for tensor in model
         for pair in build_adapter_pairs(tensor, lora.targets, lora.rank, use_dora=lora.use_dora)
     )
-    table = {matrix.name: matrix for pair in filter(None, all_pairs) for matrix in pair.list_matrices()}
+    table = {
+        matrix.name: matrix for pair in filter(None, all_pairs) for matrix in pair.list_trained_matrices()
+    }
     stream = TensorStream(
         [build_adapter_tensor(name, table[name].shape, model.names) for name in sorted(table)], local_tensors
     )
@@ -150,7 +152,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         output = PublishedWriter(partial, {WEIGHTS_FILE: entries} if rank == 0 else {})
         for matrix, full_matrix in stream.gather(0):
             output.append(matrix, full_matrix, numbers)
-        run_on_all_ranks(output.close)
+        run_on_all_ranks(output.close_and_raise_error)
         peft_config = build_adapter_config(lora.model_dump(), hub.strip_revision(recipe.model.path))
         run_on_rank_0(lambda: files.write_json(partial / CONFIG_FILE, peft_config))
         run_on_rank_0(stack.close)

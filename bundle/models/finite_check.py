@@ -9,19 +9,19 @@ from torch import Tensor
 
 from bundle.errors import UsageError, format_count
 from bundle.models.mapped_files import MappedFiles
-from bundle.models.publishing import DTYPES
+from bundle.models.publishing import TORCH_DTYPE_BY_SAFETENSORS_NAME
 from bundle.pretrained import PretrainedWeights
 from bundle.pretrained.directory import MX_SCALES_SUFFIX, limit_violations
 
 # Integers with the bits of each kind of numbers, and where, of either sign, those that are not finite begin.
-_BIT_LAYOUTS = {
+_NONFINITE_BIT_THRESHOLDS = {
     torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
     torch.float16: (torch.int16, np.uint16, 0x7C00),
     torch.float32: (torch.int32, np.uint32, 0x7F800000),
     torch.float8_e4m3fn: (torch.int8, np.uint8, 0x7F),
 }
 # A scale of MXFP4 is an exponent, 127 more; from here on the largest value of a block is beyond bf16.
-_LARGEST_SCALE = 252
+_MAX_MXFP4_SCALE = 252
 _MAX_SHOWN = 20  # tensors
 _CHUNK_VALUES = 2**20  # values, which a core keeps near for whoever reads them next
 
@@ -33,12 +33,12 @@ class FiniteCheck:
         self._weights = weights
         self._damaged: dict[str, None] = {}
 
-    def add(self, name: str, stored: Tensor) -> None:
+    def check_part(self, name: str, stored: Tensor) -> None:
         """Check a part of a stored tensor."""
         if name not in self._damaged and not is_finite(stored):
             self._damaged[name] = None
 
-    def conclude(self) -> None:
+    def refuse_nonfinite_tensors(self) -> None:
         """Raise UsageError with every tensor that has values which are not finite."""
         if self._damaged:
             raise UsageError(
@@ -53,12 +53,12 @@ class FiniteCheck:
         count, first = 0, -1
         for start in range(0, len(stored), _CHUNK_VALUES):
             part = stored[start : start + _CHUNK_VALUES]
-            wrong = part > _LARGEST_SCALE if part.dtype is torch.uint8 else ~part.float().isfinite()
+            wrong = part > _MAX_MXFP4_SCALE if part.dtype is torch.uint8 else ~part.float().isfinite()
             count += int(wrong.sum())
             first = start + int(wrong.byte().argmax()) if first < 0 < count else first
         position = [int(index) for index in np.unravel_index(first, entry.shape)]
         is_scale = stored.dtype is torch.uint8
-        limit = f"; MXFP4 scales above {_LARGEST_SCALE} do not fit bf16" if is_scale else ""
+        limit = f"; MXFP4 scales above {_MAX_MXFP4_SCALE} do not fit bf16" if is_scale else ""
         return (
             f"{name} in {entry.file.name}: {count:,} of {format_count(len(stored), 'value')}"
             f" {'is' if count == 1 else 'are'} wrong. The first, at index {position}, is"
@@ -69,8 +69,8 @@ class FiniteCheck:
 def is_finite(stored: Tensor) -> bool:
     """Return whether all numbers are finite; those of uint8 are scales of MXFP4."""
     if stored.dtype is torch.uint8:
-        return not bool((stored > _LARGEST_SCALE).any())
-    signed, unsigned, begin = _BIT_LAYOUTS[stored.dtype]
+        return not bool((stored > _MAX_MXFP4_SCALE).any())
+    signed, unsigned, begin = _NONFINITE_BIT_THRESHOLDS[stored.dtype]
     bits = np.atleast_1d(stored.view(signed).numpy())
     sign = 1 << (8 * bits.itemsize - 1)
     rows = max(1, _CHUNK_VALUES * len(bits) // max(1, bits.size))
@@ -90,13 +90,13 @@ def refuse_nonfinite_weights(weights: PretrainedWeights) -> None:
     check, files = FiniteCheck(weights), MappedFiles()
     ordered = sorted(weights.entries.items(), key=lambda item: (item[1].file, item[1].start))
     for name, entry in ordered:
-        if entry.dtype in DTYPES or name.endswith(MX_SCALES_SUFFIX):
-            check.add(name, _read_stored(weights, name, files))
-    check.conclude()
+        if entry.dtype in TORCH_DTYPE_BY_SAFETENSORS_NAME or name.endswith(MX_SCALES_SUFFIX):
+            check.check_part(name, _read_stored(weights, name, files))
+    check.refuse_nonfinite_tensors()
 
 
 def _read_stored(weights: PretrainedWeights, name: str, files: MappedFiles) -> Tensor:
     """Return a tensor as its file has it."""
     entry = weights.entries[name]
-    kind = DTYPES.get(entry.dtype, torch.uint8)
+    kind = TORCH_DTYPE_BY_SAFETENSORS_NAME.get(entry.dtype, torch.uint8)
     return files.read_bytes(name, entry).view(kind).view(entry.as_stored.shape)

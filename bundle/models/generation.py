@@ -23,7 +23,7 @@ class GenerationOptions:
     seed: int = 0
 
 
-class TokenStream:
+class TokenIdStreamer:
     """What transformers calls with the prompt, and then with each new token."""
 
     def __init__(self, show: Callable[[int], None]) -> None:
@@ -79,7 +79,7 @@ def generate_answers(
             "attention_mask": torch.ones_like(ids),
             **_build_visual_inputs(model, ids, prompt.visual_inputs),
         }
-        output = model.generate(ids, **inputs, generation_config=settings, streamer=TokenStream(show))
+        output = model.generate(ids, **inputs, generation_config=settings, streamer=TokenIdStreamer(show))
         yield output[0, ids.shape[1] :].tolist()
 
 

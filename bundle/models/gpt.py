@@ -16,7 +16,7 @@ from bundle.backends import Runtime
 from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
 from bundle.models import adapters, loading, naming
-from bundle.models.naming import NamedTensor
+from bundle.models.naming import GloballyNamedTensor
 from bundle.models.vision import VisionTower
 from bundle.pretrained import PretrainedWeights
 from bundle.pretrained.matching import build_published_table
@@ -37,7 +37,7 @@ def build_chunks(
     chunks = []
     for index in range(groups.vpp):
         stage = index if groups.vpp > 1 else None
-        gpt.set_current_chunk(stage)
+        gpt.set_chunk_if_interleaved(stage)
         chunk = gpt.build_model(
             config,
             runtime.build_specs(recipe, config, stage),
@@ -48,7 +48,7 @@ def build_chunks(
         )
         if architecture.vision is not None and groups.is_first_stage(index):
             chunk.add_module(
-                "vision", VisionTower(architecture, config.params_dtype, runtime.packed_attention)
+                "vision", VisionTower(architecture, config.params_dtype, runtime.noncausal_packed_attention)
             )
             for name, parameter in chunk.vision.named_parameters(prefix="vision"):
                 parameter.requires_grad_(not recipe.model.vision.freezes(name))
@@ -57,7 +57,7 @@ def build_chunks(
     if weights is None:
         drawn = [named for chunk in chunks for named in naming.find_parameters(chunk, groups)]
     else:
-        drawn = loading.load(chunks, groups, weights, build_published_table(recipe))
+        drawn = loading.load_and_list_unpublished(chunks, groups, weights, build_published_table(recipe))
     initialize(
         drawn,
         seed=recipe.seed,
@@ -66,14 +66,19 @@ def build_chunks(
         centered=architecture.zero_centered_norms,
     )
     if recipe.model.lora is not None:
-        matrices = adapters.add_adapters(chunks, recipe, groups, recipe.model.lora)
+        matrices = adapters.freeze_and_add_adapters(chunks, recipe, groups, recipe.model.lora)
         adapters.initialize_adapters(chunks, recipe.seed)
         loading.load_adapters(matrices, recipe)
     return chunks
 
 
 def initialize(
-    parameters: Iterable[NamedTensor], *, seed: int, std: float, num_layers: int, centered: bool = False
+    parameters: Iterable[GloballyNamedTensor],
+    *,
+    seed: int,
+    std: float,
+    num_layers: int,
+    centered: bool = False,
 ) -> None:
     """Overwrite each parameter in place: ones for norms, zeros for biases, normal draws for matrices.
 
@@ -85,7 +90,9 @@ def initialize(
             item.parameter.copy_(_draw_values(item, seed, std, num_layers, centered))
 
 
-def _draw_values(item: NamedTensor, seed: int, std: float, num_layers: int, centered: bool) -> torch.Tensor:
+def _draw_values(
+    item: GloballyNamedTensor, seed: int, std: float, num_layers: int, centered: bool
+) -> torch.Tensor:
     """Return the local values of one parameter: float32, on the CPU, so the same for every device."""
     if item.name.endswith(".A_log"):
         drawn = torch.rand(item.compute_full_shape(), generator=item.make_generator(seed))

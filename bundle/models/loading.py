@@ -21,8 +21,8 @@ from bundle.mcore.groups import Groups
 from bundle.models import naming
 from bundle.models.finite_check import FiniteCheck
 from bundle.models.mapped_files import MappedFiles
-from bundle.models.naming import NamedTensor, Shard
-from bundle.models.publishing import DTYPES, dequantize_blocks, dequantize_mxfp4
+from bundle.models.naming import GloballyNamedTensor, Shard
+from bundle.models.publishing import TORCH_DTYPE_BY_SAFETENSORS_NAME, dequantize_blocks, dequantize_mxfp4
 from bundle.pretrained import PretrainedWeights, StoredTensor
 from bundle.pretrained.directory import FP8, MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX, MX_SIZE, MXFP4, SCALE_SUFFIX
 from bundle.recipe import Recipe
@@ -45,9 +45,9 @@ class TensorRead:
     stack_entry: int | None = None
 
 
-def load(
+def load_and_list_unpublished(
     chunks: Sequence[torch.nn.Module], groups: Groups, weights: PretrainedWeights, table: Tensors
-) -> list[NamedTensor]:
+) -> list[GloballyNamedTensor]:
     """Overwrite all tensors that `table` marks as published; return the others. All ranks call it.
 
     Raises UsageError for copies that differ from their original and for values that are not finite, JobFailed
@@ -58,7 +58,7 @@ def load(
     local_tensors = [
         named
         for chunk in chunks
-        for named in (*naming.find_parameters(chunk, groups), *naming.find_buffers(chunk, groups))
+        for named in (*naming.find_parameters(chunk, groups), *naming.find_expert_biases(chunk, groups))
     ]
     unpublished = [named for named in local_tensors if named.name not in published]
     if unknown := [named.name for named in unpublished if not named.name.startswith("mtp.")]:
@@ -69,11 +69,11 @@ def load(
     pairs = [(named, published[named.name]) for named in local_tensors if named.name in published]
     with torch.no_grad():
         reads = itertools.chain.from_iterable(_plan_reads(weights, *pair) for pair in pairs)
-        run_on_all_ranks(lambda: _read_and_check(weights, reads))
+        run_on_all_ranks(lambda: _read_and_check_finite(weights, reads))
     return unpublished
 
 
-def load_adapters(matrices: Sequence[NamedTensor], recipe: Recipe) -> None:
+def load_adapters(matrices: Sequence[GloballyNamedTensor], recipe: Recipe) -> None:
     """Overwrite the matrices that the recipe's adapter (in PEFT's format) holds. All ranks call it.
 
     Raises UsageError for an adapter of another model, or with values that are not finite, JobFailed for a
@@ -90,7 +90,7 @@ def load_adapters(matrices: Sequence[NamedTensor], recipe: Recipe) -> None:
             )
             # PEFT knows no MTP layers
             available = (pair for pair in pairs if pair[1].published_names[0] in adapter_weights.entries)
-            _read_and_check(
+            _read_and_check_finite(
                 adapter_weights,
                 itertools.chain.from_iterable(_plan_reads(adapter_weights, *pair) for pair in available),
             )
@@ -113,12 +113,12 @@ def read_whole_tensor(
     if tensor.rule.kind in ("copy", "vocabulary") and tensor.stack is None:
         (name,) = tensor.published_names
         entry = weights.entries[name]
-        if entry.shape == tensor.shape and DTYPES.get(entry.dtype) is dtype:
+        if entry.shape == tensor.shape and TORCH_DTYPE_BY_SAFETENSORS_NAME.get(entry.dtype) is dtype:
             stored = files.read_tensor(name, entry)
-            check.add(name, stored)
+            check.check_part(name, stored)
             return stored
     target = torch.empty(tensor.shape, dtype=dtype)
-    _read(weights, _plan_reads(weights, NamedTensor(tensor.name, target, None), tensor), files, check)
+    _read(weights, _plan_reads(weights, GloballyNamedTensor(tensor.name, target, None), tensor), files, check)
     return target
 
 
@@ -142,7 +142,7 @@ def read_published(weights: PretrainedWeights, name: str, files: MappedFiles) ->
 
 
 def _plan_reads(
-    weights: PretrainedWeights, named: NamedTensor, tensor: tensors.Tensor
+    weights: PretrainedWeights, named: GloballyNamedTensor, tensor: tensors.Tensor
 ) -> Iterator[TensorRead]:
     """Yield the reads that make this rank's part of a tensor; fill padding at once."""
     if tuple(named.compute_full_shape()) != tensor.shape:
@@ -151,7 +151,7 @@ def _plan_reads(
             f" {list(tensor.shape)} in the table of tensors"
         )
     joined_dim, local = tensor.rule.dim, named.parameter
-    ranges = list(_find_local_ranges(named.shard, tensor.shape, joined_dim))
+    ranges = list(_list_shard_bounds_and_offsets(named.shard, tensor.shape, joined_dim))
     cut = joined_dim if named.shard is None else named.shard.dim
     offset = 0
     for piece in tensor.rule.iterate_pieces():
@@ -181,7 +181,7 @@ def _plan_reads(
             local.narrow(joined_dim, local_start + first - start, stop - first).zero_()
 
 
-def _find_local_ranges(
+def _list_shard_bounds_and_offsets(
     shard: Shard | None, shape: tuple[int, ...], dim: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (start, stop, local start) of each range of the whole that this rank holds."""
@@ -196,11 +196,11 @@ def _find_local_ranges(
         begin, local_start = begin + block, local_start + part
 
 
-def _read_and_check(weights: PretrainedWeights, reads: Iterable[TensorRead]) -> None:
+def _read_and_check_finite(weights: PretrainedWeights, reads: Iterable[TensorRead]) -> None:
     """Read everything, then raise UsageError where values are not finite."""
     check = FiniteCheck(weights)
     _read(weights, reads, MappedFiles(), check)
-    check.conclude()
+    check.refuse_nonfinite_tensors()
 
 
 def _read(
@@ -234,7 +234,7 @@ def _read_values(
 ) -> Tensor:
     """Return the numbers of a part of a tensor; those of FP8 and MXFP4 are multiplied by their scales."""
     entry, source = read.entry, read.source
-    look = check.add if check else lambda *_: None
+    look = check.check_part if check else lambda *_: None
     if entry.dtype == MXFP4:
         count, columns, rows = entry.shape
         packed, scales = (

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from bundle.errors import JobFailed, UsageError
-from bundle.models.publishing import DTYPES
+from bundle.models.publishing import TORCH_DTYPE_BY_SAFETENSORS_NAME
 from bundle.pretrained import StoredTensor
 from bundle.pretrained.directory import read_tensor_headers
 
-_MAX_MAPPED = 4
+_MAX_MAPPED_FILES = 4
 
 
 class MappedFiles:
@@ -38,7 +38,11 @@ class MappedFiles:
 
     def read_tensor(self, name: str, entry: StoredTensor) -> Tensor:
         """Return the numbers of a tensor as they are stored, in its shape; must not be written to."""
-        stored = self.read_bytes(name, entry).view(DTYPES[entry.dtype]).view(entry.as_stored.shape)
+        stored = (
+            self.read_bytes(name, entry)
+            .view(TORCH_DTYPE_BY_SAFETENSORS_NAME[entry.dtype])
+            .view(entry.as_stored.shape)
+        )
         return stored.mT if entry.is_transposed else stored
 
     def _open_file(self, path: Path) -> tuple[mmap.mmap, dict[str, StoredTensor]]:
@@ -53,7 +57,7 @@ class MappedFiles:
                     f"{path}: changed or removed after its header was checked ({reason})"
                 ) from error
             mapped.madvise(mmap.MADV_SEQUENTIAL)
-            if len(self._mapped) == _MAX_MAPPED:  # tensors that somebody still looks at keep theirs
+            if len(self._mapped) == _MAX_MAPPED_FILES:  # tensors that somebody still looks at keep theirs
                 del self._mapped[next(iter(self._mapped))]
             self._mapped[path] = mapped, entries
         return self._mapped[path]

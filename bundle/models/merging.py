@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bundle import pretrained
 from bundle.architectures import adapters, tensors
-from bundle.architectures.adapters import Matrix
+from bundle.architectures.adapters import LoraMatrix
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.mcore.torch_dist import TorchDistCheckpoint
@@ -64,16 +64,16 @@ class MergedTensors:
             matrix
             for pairs in self._pairs.values()
             for pair in filter(None, pairs)
-            for matrix in pair.list_matrices()
+            for matrix in pair.list_trained_matrices()
         )
-        mismatches = (_describe_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
+        mismatches = (_describe_shape_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
         if violations := [line for line in mismatches if line]:
             raise UsageError(
                 f"{checkpoint.root}: these adapters do not fit this model (model.lora)",
                 limit_violations(violations),
             )
 
-    def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
+    def read_table_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """Return a tensor of the table. Raise JobFailed for files that cannot be read."""
         dtype = torch.float32 if tensors.is_buffer(tensor.name) else self._base.dtype
         weight = loading.read_whole_tensor(self._base.weights, tensor, dtype, self._files, self._check)
@@ -100,12 +100,14 @@ class MergedTensors:
             start += piece.length
         return merged.to(dtype)
 
-    def conclude(self) -> None:
+    def refuse_nonfinite_base_weights(self) -> None:
         """Raise UsageError where weights that were read are not finite."""
-        self._check.conclude()
+        self._check.refuse_nonfinite_tensors()
 
 
-def _describe_mismatch(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], matrix: Matrix) -> str:
+def _describe_shape_mismatch(
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], matrix: LoraMatrix
+) -> str:
     """Return what is wrong with a checkpoint's matrix; "" where nothing is."""
     if matrix.name not in shapes:
         return f"{matrix.name} is missing"

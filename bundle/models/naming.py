@@ -17,9 +17,9 @@ from bundle.mcore.gated_delta import read_delta_net
 from bundle.mcore.groups import Groups
 
 # The module of a chunk that its adapters are in: they are no tensors of the model (`models.adapters`).
-ADAPTERS = "adapters"
+CHUNK_ADAPTERS_MODULE = "adapters"
 # Releases from 0.17 call the transformer layer inside an MTP layer differently.
-_PART_RENAMES = {"mtp_model_layer": "transformer_layer"}
+_MEGATRON_RELEASE_RENAMES = {"mtp_model_layer": "transformer_layer"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class NamedTensor:
+class GloballyNamedTensor:
     """One tensor: its name in the whole model, what this rank has of it and, if it is cut, which part."""
 
     name: str
@@ -81,24 +81,28 @@ class NamedTensor:
         return shape
 
 
-def find_parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[NamedTensor]:
+def find_parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[GloballyNamedTensor]:
     """Yield all parameters of a bare GPTModel chunk; layers count over all stages, experts over all ranks."""
     for path, parameter in chunk.named_parameters():
-        if not path.startswith(f"{ADAPTERS}."):
+        if not path.startswith(f"{CHUNK_ADAPTERS_MODULE}."):
             yield _name_tensor(chunk, path, parameter, groups)
 
 
-def find_buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[NamedTensor]:
+def find_expert_biases(chunk: torch.nn.Module, groups: Groups) -> Iterator[GloballyNamedTensor]:
     """Yield the buffers that are saved with the parameters: the biases that steer the choice of experts."""
     for path, buffer in chunk.named_buffers():
         if tensors.is_buffer(path):
             yield _name_tensor(chunk, path, buffer, groups)
 
 
-def _name_tensor(chunk: torch.nn.Module, path: str, tensor: torch.Tensor, groups: Groups) -> NamedTensor:
+def _name_tensor(
+    chunk: torch.nn.Module, path: str, tensor: torch.Tensor, groups: Groups
+) -> GloballyNamedTensor:
     owner = chunk.get_submodule(path.rpartition(".")[0])
-    name = _unfold_name(_find_global_name(chunk, path, groups), owner, groups)
-    return NamedTensor(name, tensor, _find_shard(tensors.find_cut(name, read_delta_net(chunk)), groups))
+    name = _from_te_name(_find_global_name(chunk, path, groups), owner, groups)
+    return GloballyNamedTensor(
+        name, tensor, _find_shard(tensors.find_cut(name, read_delta_net(chunk)), groups)
+    )
 
 
 def _find_global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
@@ -110,22 +114,24 @@ def _find_global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
             part = str(child.layer_number - 1)
         elif part.isdigit() and parent_name == "local_experts":
             part = str(int(part) + groups.ep.rank * len(module))
-        parts.append(_PART_RENAMES.get(part, part))
+        parts.append(_MEGATRON_RELEASE_RENAMES.get(part, part))
         module, parent_name = child, part
     name = ".".join(parts)
     return tensors.EMBEDDING if name == tensors.HEAD and chunk.share_embeddings_and_output_weights else name
 
 
-def _unfold_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
+def _from_te_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     """Return the name in megatron's own specs for a parameter of a Transformer Engine module."""
-    norm_name = checkpoint_names.find_norm_name(name)
+    norm_name = checkpoint_names.to_unfused_name(name)
     if norm_name is None:
         raise JobFailed(
             f"{name}: Transformer Engine fused a norm into this projection, but mcore-bundle does not know"
             " the norm's name. Take the name from megatron's local specs, and add it in"
             " bundle/architectures/checkpoint_names.py"
         )
-    return checkpoint_names.find_expert_name(norm_name, groups.ep.rank * getattr(owner, "num_gemms", 0))
+    return checkpoint_names.to_sequential_expert_name(
+        norm_name, groups.ep.rank * getattr(owner, "num_gemms", 0)
+    )
 
 
 def _find_shard(cut: tensors.Cut | None, groups: Groups) -> Shard | None:

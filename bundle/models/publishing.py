@@ -17,7 +17,7 @@ from bundle.pretrained.directory import FP8, SCALE_SUFFIX, count_blocks
 from bundle.pretrained.writing import (
     FP8_BLOCK,
     OutputTensor,
-    SafetensorsWriter,
+    SafetensorsFileWriter,
     WeightFormat,
     build_file_names,
     is_exported_in_fp8,
@@ -68,7 +68,12 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 # Of torch's kinds of numbers those that are read and written, as safetensors spells them.
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, FP8: torch.float8_e4m3fn}
+TORCH_DTYPE_BY_SAFETENSORS_NAME = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    FP8: torch.float8_e4m3fn,
+}
 
 
 def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterator[OutputTensor]:
@@ -86,7 +91,9 @@ def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterat
             yield OutputTensor(name, "BF16", shape)
 
 
-def encode_values(tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> Iterator[Tensor]:
+def build_stored_values(
+    tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat
+) -> Iterator[Tensor]:
     """Yield the numbers of all `list_stored_tensors` of a tensor; an entry of a stack yields its own only."""
     in_fp8 = numbers == "fp8" and is_exported_in_fp8(tensor.name)
     for part in split_into_published(tensor, full_tensor):
@@ -124,7 +131,7 @@ def _join_pieces(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) ->
     return joined
 
 
-def plan_files(writers: Iterable[Iterable[OutputTensor]]) -> list[dict[str, list[OutputTensor]]]:
+def plan_files_by_writer(writers: Iterable[Iterable[OutputTensor]]) -> list[dict[str, list[OutputTensor]]]:
     """Return the files of each writer by name, with the tensors in each, from the tensors of each writer."""
     planned = [list(split_into_files(everything)) for everything in writers]
     names = iter(build_file_names(sum(map(len, planned))))
@@ -139,7 +146,7 @@ class PublishedWriter:
 
     def __init__(self, directory: Path, shares_by_file: Mapping[str, list[OutputTensor]]) -> None:
         self._pending_files = [(directory / name, list(share)) for name, share in shares_by_file.items()]
-        self._file: SafetensorsWriter | None = None
+        self._file: SafetensorsFileWriter | None = None
         self._remaining: list[OutputTensor] = []
         self._dtype = torch.float32
         self._error: JobFailed | None = None
@@ -149,15 +156,15 @@ class PublishedWriter:
     def append(self, tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> None:
         """Write all `list_stored_tensors` of the next tensor."""
         entries = itertools.zip_longest(
-            list_stored_tensors(tensor, numbers), encode_values(tensor, full_tensor, numbers)
+            list_stored_tensors(tensor, numbers), build_stored_values(tensor, full_tensor, numbers)
         )
         with self._capture_error():
             for entry, part in () if self._error else entries:
                 self._write_part(entry, part)
 
-    def close(self) -> None:
+    def close_and_raise_error(self) -> None:
         """Finish all files; when they are on the disk, raise the first error of any write."""
-        self._finish()
+        self._submit_file_close()
         for synced in self._sync_futures:
             with self._capture_error():
                 synced.result()
@@ -169,16 +176,16 @@ class PublishedWriter:
         """Write values: the first of `new_tensor`; None: more of the tensor before, a stack."""
         if new_tensor is not None:
             if not self._remaining:
-                self._finish()
+                self._submit_file_close()
                 path, self._remaining = self._pending_files.pop(0)
-                self._file = SafetensorsWriter(path, self._remaining)
+                self._file = SafetensorsFileWriter(path, self._remaining)
             assert self._remaining.pop(0) == new_tensor
-            self._dtype = DTYPES[new_tensor.dtype]
+            self._dtype = TORCH_DTYPE_BY_SAFETENSORS_NAME[new_tensor.dtype]
         assert self._file is not None
         flat = part.to("cpu", self._dtype).contiguous().flatten()
         self._file.append(memoryview(flat.view(torch.uint8).numpy()))
 
-    def _finish(self) -> None:
+    def _submit_file_close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             self._sync_futures.append(self._sync_pool.submit(file.close))
@@ -190,5 +197,5 @@ class PublishedWriter:
         except JobFailed as error:
             self._error = error
             if self._file is not None:
-                self._file.discard()
+                self._file.close_ignoring_errors()
                 self._file = None

@@ -18,8 +18,8 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 from bundle.models import adapters, naming
-from bundle.models.naming import NamedTensor, Shard
-from bundle.models.publishing import DTYPES, encode_values, list_stored_tensors
+from bundle.models.naming import GloballyNamedTensor, Shard
+from bundle.models.publishing import TORCH_DTYPE_BY_SAFETENSORS_NAME, build_stored_values, list_stored_tensors
 from bundle.pretrained.writing import WeightFormat
 
 # The ranks that get a tensor: the one with this number, the one that holds its first part, or all.
@@ -57,8 +57,8 @@ class TensorStream:
     def __init__(
         self,
         table: Sequence[tensors.Tensor],
-        local_tensors: Mapping[str, NamedTensor],
-        adapt: Callable[[NamedTensor], NamedTensor] = lambda named: named,
+        local_tensors: Mapping[str, GloballyNamedTensor],
+        adapt: Callable[[GloballyNamedTensor], GloballyNamedTensor] = lambda named: named,
     ) -> None:
         """`local_tensors` are this rank's parts by name; `adapt` is applied to a part before it is sent.
 
@@ -71,9 +71,9 @@ class TensorStream:
     @classmethod
     def from_chunks(cls, chunks: Sequence[torch.nn.Module], groups: Groups, table: Tensors) -> "TensorStream":
         """Return the stream of all that is published of these chunks, with their adapters merged."""
-        local_tensors: dict[str, NamedTensor] = {}
+        local_tensors: dict[str, GloballyNamedTensor] = {}
         for chunk in chunks:
-            for named in (*naming.find_parameters(chunk, groups), *naming.find_buffers(chunk, groups)):
+            for named in (*naming.find_parameters(chunk, groups), *naming.find_expert_biases(chunk, groups)):
                 local_tensors.setdefault(named.name, named)
         return cls(
             list(table.iterate_published()),
@@ -82,7 +82,7 @@ class TensorStream:
         )
 
     @property
-    def owners(self) -> list[int]:
+    def distinct_owner_ranks(self) -> list[int]:
         """The ranks that own a tensor, in order."""
         return sorted({route.owner for route in self.routes})
 
@@ -107,14 +107,14 @@ class TensorStream:
         name, stack = "", torch.empty(0)
         for tensor, full_tensor in self.gather(receiver):
             entries = itertools.zip_longest(
-                list_stored_tensors(tensor, numbers), encode_values(tensor, full_tensor, numbers)
+                list_stored_tensors(tensor, numbers), build_stored_values(tensor, full_tensor, numbers)
             )
             for entry, part in entries:
                 if tensor.stack is None:
-                    yield entry.name, part.to(DTYPES[entry.dtype])
+                    yield entry.name, part.to(TORCH_DTYPE_BY_SAFETENSORS_NAME[entry.dtype])
                     continue
                 if entry is not None:
-                    name, dtype = entry.name, DTYPES[entry.dtype]
+                    name, dtype = entry.name, TORCH_DTYPE_BY_SAFETENSORS_NAME[entry.dtype]
                     stack = torch.empty(entry.shape, dtype=dtype, device=part.device)
                 stack[tensor.stack.entry] = part
                 if tensor.stack.entry == tensor.stack.entries - 1:
@@ -154,7 +154,7 @@ _LocalPart = tuple[int, int, torch.dtype, Shard | None]
 
 
 def _plan_routes(
-    table: Sequence[tensors.Tensor], local_tensors: Mapping[str, NamedTensor]
+    table: Sequence[tensors.Tensor], local_tensors: Mapping[str, GloballyNamedTensor]
 ) -> list[TensorRoute]:
     local_parts: list[_LocalPart] = []
     for number, tensor in enumerate(table):

@@ -82,7 +82,9 @@ class VisionTower(torch.nn.Module):
         return self
 
 
-def build_decoder_input(model: torch.nn.Module, ids: Tensor, images: ImageInputs | None) -> Tensor | None:
+def build_multimodal_decoder_input(
+    model: torch.nn.Module, ids: Tensor, images: ImageInputs | None
+) -> Tensor | None:
     """Return the input of a model's first chunk, with images in place; None: it embeds tokens itself."""
     vision = getattr(model, "vision", None)
     if vision is None:
@@ -95,7 +97,7 @@ def build_decoder_input(model: torch.nn.Module, ids: Tensor, images: ImageInputs
 
 def _build_tower(architecture: Architecture, vision: Tower, attention: Callable[..., Tensor] | None) -> Any:
     try:
-        kind, config = _TOWER_IMPORTS[vision.family](vision)
+        kind, config = _TOWER_IMPORTERS[vision.family](vision)
     except ImportError as error:
         raise EnvironmentUnfit(
             f"the vision tower of {architecture.model_type} comes from transformers, which is not"
@@ -183,4 +185,4 @@ def _import_deepstack_tower(vision: Tower) -> tuple[Any, Any]:
     return towers.Qwen3VLVisionModel, config
 
 
-_TOWER_IMPORTS = {"qwen2_5_vl": _import_windowed_tower, "qwen3_vl": _import_deepstack_tower}
+_TOWER_IMPORTERS = {"qwen2_5_vl": _import_windowed_tower, "qwen3_vl": _import_deepstack_tower}

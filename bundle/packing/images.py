@@ -58,7 +58,9 @@ class ImageInputs:
             )
         index = np.full(len(ids), -1)
         index[places] = np.arange(len(places))
-        counted = compute_positions(lengths, places, *_split_frames(sizes, seconds, vision))
+        counted = compute_positions(
+            lengths, places, *_compute_position_grids_and_steps(sizes, seconds, vision)
+        )
         if not len(grids):
             grids = np.asarray([[1, vision.merge_size, vision.merge_size]])
             pixels = torch.zeros(vision.patches_per_embedding, vision.values_per_patch)
@@ -75,24 +77,24 @@ class ImageInputs:
 
         In thd the positions [3, 1, t] are those of all ranks' rows; attention takes its own.
         """
-        index = packing.pack(self.index, fill=-1)
-        if packing.layout == "thd" and packing.alignment.cp > 1:
+        index = packing.pack_concatenated(self.index, fill=-1)
+        if packing.qkv_format == "thd" and packing.alignment.cp > 1:
             packing = Packing(packing.padding, Alignment("thd"), 0, packing.device)
-        return replace(self, index=index, positions=packing.pack(self.positions).movedim(-1, 0))
+        return replace(self, index=index, positions=packing.pack_concatenated(self.positions).movedim(-1, 0))
 
 
-def _split_frames(
+def _compute_position_grids_and_steps(
     sizes: Ints, seconds: NDArray[np.float64] | None, vision: VisionArchitecture
 ) -> tuple[Ints, NDArray[np.float32]]:
     """Return the grids that count positions as one image each, and their steps in time.
 
     The step is the difference in position from one patch to the next in time.
     """
-    if vision.has_separate_frames:
+    if vision.has_frame_timestamps:
         frames = sizes[:, 0]
         sizes = np.repeat(sizes, frames, 0) * (0, 1, 1) + (1, 0, 0)
     paces = np.ones(len(sizes), np.float32)
-    if seconds is not None and not vision.has_separate_frames:
+    if seconds is not None and not vision.has_frame_timestamps:
         moving = seconds > 0  # as transformers' tensors have them, in float32
         paces[moving] = np.float32(vision.tokens_per_second) * seconds[moving].astype(np.float32)
     return sizes, paces

@@ -128,22 +128,22 @@ class Packing:
             raise JobFailed(f"rank: {rank} is not a context-parallel rank from 0 to {alignment.cp - 1}.")
         return cls(alignment.pad(lengths, length=length), alignment, rank or 0, torch.device(device))
 
-    def pack(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
+    def pack_concatenated(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
         """Return this rank's packed rows of a concatenated tensor [tokens, ...]: shape [*self.shape, ...].
 
         `roll` takes the value `roll` tokens later in the same sequence: 1 makes labels from ids, 1 + d those
         of MTP depth d. `fill` is the value of rows without a token, in padding and at the end of a rolled
         sequence: a number, or a tensor that broadcasts to the result.
         """
-        if x.shape[0] != self.padding.tokens:
+        if x.shape[0] != self.padding.real_tokens:
             raise JobFailed(
                 f"A tensor of shape {list(x.shape)} does not fit this micro-batch: its first dimension must"
-                f" be the {self.padding.tokens} tokens of the sequences."
+                f" be the {self.padding.real_tokens} tokens of the sequences."
             )
-        index, blank = self._gather(roll)
+        index, blank = self._get_cached_pack_index(roll)
         return self._fill_blanks(x.index_select(0, index), blank, fill)
 
-    def spread(self, values: Tensor, *, fill: float | Tensor = 0) -> Tensor:
+    def repeat_per_packed_row(self, values: Tensor, *, fill: float | Tensor = 0) -> Tensor:
         """Return this rank's packed rows of one value for each sequence [b, ...], such as temperatures."""
         if values.shape[0] != len(self.padding.lengths):
             raise JobFailed(
@@ -152,60 +152,62 @@ class Packing:
             )
         owner = np.minimum(self._local_runs.sequence, len(self.padding.lengths) - 1)
         index = self._to_tensor(np.repeat(owner, self._local_runs.rows))
-        return self._fill_blanks(values.index_select(0, index), self._gather(0)[1], fill)
+        return self._fill_blanks(values.index_select(0, index), self._get_cached_pack_index(0)[1], fill)
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def unpack_gathered_shards(self, x: Tensor) -> Tensor:
         """Return the concatenated tensor [tokens, ...] of the packed rows of all ranks: [cp·b, s/cp, ...].
 
         All ranks' shards follow each other in the first dimension, as all_gather_into_tensor leaves them.
         """
-        rows, columns = self.shape
+        rows, columns = self.local_shape
         if x.shape[:2] != (self.alignment.cp * rows, columns):
             raise JobFailed(
                 f"A tensor of shape {list(x.shape)} is not the packed form of this micro-batch: its first"
                 f" dimensions must be [{self.alignment.cp * rows}, {columns}], the shards of all ranks."
             )
-        return x.flatten(0, 1).index_select(0, self._unpack_index)
+        return x.flatten(0, 1).index_select(0, self._packed_row_by_token)
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+    def split_concatenated(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return one view for each sequence of a concatenated tensor."""
         views: tuple[Tensor, ...] = x.split(self.padding.lengths)
         return views
 
-    def sum_by_sequence(self, x: Tensor) -> Tensor:
+    def sum_concatenated_by_sequence(self, x: Tensor) -> Tensor:
         """Return the sum of a concatenated tensor [tokens, ...] over each sequence: [b, ...]."""
         empty = x.new_zeros(len(self.padding.lengths), *x.shape[1:])
-        return empty.index_add(0, self._owner, x)
+        return empty.index_add(0, self._sequence_index_by_token, x)
 
-    def repeat(self, values: Tensor) -> Tensor:
+    def repeat_per_token(self, values: Tensor) -> Tensor:
         """Return the concatenated tensor [tokens, ...] of one value for each sequence [b, ...]."""
-        return values.index_select(0, self._owner)
+        return values.index_select(0, self._sequence_index_by_token)
 
     @property
-    def layout(self) -> Layout:
+    def qkv_format(self) -> Layout:
         """The layout of packed tensors: thd or bshd."""
         return self.alignment.layout
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def local_shape(self) -> tuple[int, int]:
         """The first two dimensions of a packed tensor on this rank."""
-        rows = 1 if self.layout == "thd" else len(self.padding.lengths)
-        return rows, self.padding.total // (self.alignment.cp * rows)
+        rows = 1 if self.qkv_format == "thd" else len(self.padding.lengths)
+        return rows, self.padding.total_buffer_rows // (self.alignment.cp * rows)
 
     @cached_property
     def positions(self) -> Tensor:
         """The place of every row in its own sequence, counting on over padding; int64, `shape`."""
-        return self._to_tensor(self._local_runs.concatenate_ranges(self._local_runs.start)).view(self.shape)
+        return self._to_tensor(self._local_runs.concatenate_ranges(self._local_runs.start)).view(
+            self.local_shape
+        )
 
     @cached_property
     def valid(self) -> Tensor:
         """True where a row is a real token; bool, `shape`."""
-        blank = self._gather(0)[1]
-        all_valid = torch.ones(self.shape, dtype=torch.bool, device=self.device)
-        return all_valid if blank is None else ~blank.view(self.shape)
+        blank = self._get_cached_pack_index(0)[1]
+        all_valid = torch.ones(self.local_shape, dtype=torch.bool, device=self.device)
+        return all_valid if blank is None else ~blank.view(self.local_shape)
 
     @cached_property
-    def unsharded(self) -> "Packing":
+    def unsharded_bshd_packing(self) -> "Packing":
         """The same sequences as rows [b, s] of one length, whole on every rank.
 
         A vision-language model takes this form, in thd too: it looks for its image tokens in such rows and
@@ -227,48 +229,51 @@ class Packing:
     @cached_property
     def cu_seqlens_padded(self) -> Tensor:
         """Boundaries of the padded sequences over all ranks; int32, the last one is all rows."""
-        return self._compute_boundaries(self.padding.rows)
+        return self._compute_boundaries(self.padding.padded_lengths_with_tail)
 
     @cached_property
     def _local_runs(self) -> RowRuns:
         return self._compute_runs(self.rank)
 
     def _compute_runs(self, rank: int) -> RowRuns:
-        return compute_runs(np.asarray(self.padding.rows), self.alignment.cp, rank)
+        return compute_runs(np.asarray(self.padding.padded_lengths_with_tail), self.alignment.cp, rank)
 
     @cached_property
-    def _lengths(self) -> Ints:
+    def _lengths_with_tail(self) -> Ints:
         """Real tokens of each sequence; the tail is a sequence with none."""
         return np.asarray((*self.padding.lengths, 0))
 
     @cached_property
-    def _owner(self) -> Tensor:
+    def _sequence_index_by_token(self) -> Tensor:
         """The sequence of every token; [tokens]."""
         return self._to_tensor(np.repeat(np.arange(len(self.padding.lengths)), self.padding.lengths))
 
     @cached_property
-    def _gathers(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+    def _pack_index_by_roll(self) -> dict[int, tuple[Tensor, Tensor | None]]:
         return {}
 
-    def _gather(self, roll: int) -> tuple[Tensor, Tensor | None]:
+    def _get_cached_pack_index(self, roll: int) -> tuple[Tensor, Tensor | None]:
         """Return `build_pack_index` on the device, computed once for each roll."""
         if roll < 0:
             raise JobFailed(f"roll: {roll} is not allowed. Use 0 or more, which rolls towards the beginning.")
-        if roll not in self._gathers:
-            index, blank = build_pack_index(self._local_runs, self._lengths, roll)
-            self._gathers[roll] = self._to_tensor(index), None if blank is None else self._to_tensor(blank)
-        return self._gathers[roll]
+        if roll not in self._pack_index_by_roll:
+            index, blank = build_pack_index(self._local_runs, self._lengths_with_tail, roll)
+            self._pack_index_by_roll[roll] = (
+                self._to_tensor(index),
+                None if blank is None else self._to_tensor(blank),
+            )
+        return self._pack_index_by_roll[roll]
 
     @cached_property
-    def _unpack_index(self) -> Tensor:
+    def _packed_row_by_token(self) -> Tensor:
         shards = [self._compute_runs(rank) for rank in range(self.alignment.cp)]
-        return self._to_tensor(build_unpack_index(shards, self._lengths))
+        return self._to_tensor(build_unpack_index(shards, self._lengths_with_tail))
 
     def _fill_blanks(self, rows: Tensor, blank: Tensor | None, fill: float | Tensor) -> Tensor:
-        packed = rows.view(*self.shape, *rows.shape[1:])
+        packed = rows.view(*self.local_shape, *rows.shape[1:])
         if blank is None:
             return packed
-        blank = blank.view(*self.shape, *[1] * (rows.dim() - 1))
+        blank = blank.view(*self.local_shape, *[1] * (rows.dim() - 1))
         if isinstance(fill, Tensor):
             return torch.where(blank, fill.to(rows.dtype), packed)
         return packed.masked_fill(blank, fill)
@@ -302,14 +307,14 @@ class Masks:
     """The masks of a micro-batch's padding.
 
     `model` goes into the model: None, or bool [b, s] over whole sequences, True = token. `valid` belongs to
-    the rows that come out, for post-processing, whatever the model was given: bool, `Packing.shape`, True =
-    token. A backend that gives its models no mask must not take it from post-processing too.
+    the rows that come out, for post-processing, whatever the model was given: bool, `Packing.local_shape`,
+    True = token. A backend that gives its models no mask must not take it from post-processing too.
     """
 
     model: Tensor | None
     valid: Tensor
 
 
-def build_masks(packing: Packing, mask: ModelMask) -> Masks:
+def build_padding_masks(packing: Packing, mask: ModelMask) -> Masks:
     """Return the masks of a packing for a model that takes `mask` (Capabilities.find_mask)."""
-    return Masks(packing.unsharded.valid if mask.form == "valid" else None, packing.valid)
+    return Masks(packing.unsharded_bshd_packing.valid if mask.form == "valid" else None, packing.valid)

@@ -7,9 +7,17 @@ from enum import StrEnum
 from bundle.environment.packages import InstalledPackages, Package, parse_minor_version
 from bundle.patches import decision_rules, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.decision_rules import PatchContext, format_drift_advice
+from bundle.patches.decision_rules import PatchContext, format_allow_drift_hint
 from bundle.patches.definitions import Definitions
-from bundle.patches.entry import LOCAL_LAYERS, Decision, DefectKind, Patch, PatchAction, Presence, Trap
+from bundle.patches.entry import (
+    LOCAL_LAYER_BACKENDS,
+    Decision,
+    DefectKind,
+    Patch,
+    PatchAction,
+    Presence,
+    Trap,
+)
 from bundle.patches.megatron_core import DefectReader, MegatronCore, ReviewTable
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.source import SourceTree
@@ -40,7 +48,7 @@ class AuditedDefect:
     has_patch: bool = False  # our patch fits this code
 
     @property
-    def reaches_jobs(self) -> bool:
+    def is_silent_and_present(self) -> bool:
         """True if a silent defect is present: the job runs the code, and no error or message shows it."""
         return self.entry.kind is DefectKind.SILENT and self.status is DefectStatus.PRESENT
 
@@ -65,9 +73,9 @@ class Audit:
     upgrades: tuple[Upgrade, ...]
 
     @property
-    def reaching_defects(self) -> tuple[AuditedDefect, ...]:
+    def present_silent_defects(self) -> tuple[AuditedDefect, ...]:
         """The silent defects that reach the job."""
-        return tuple(defect for defect in self.defects if defect.reaches_jobs)
+        return tuple(defect for defect in self.defects if defect.is_silent_and_present)
 
 
 def audit(
@@ -78,27 +86,29 @@ def audit(
     job, unpatched_reader, packages = (
         plan.build_context(core, stack, features=features),
         core.build_reader(table),
-        stack.find_frameworks(),
+        stack.find_megatron_frameworks(),
     )
     decisions = {entry.id: _decide(entry, unpatched_reader, job) for entry in entries}
-    defects = {entry.id: _build_unpatched_defect(entry, decisions[entry.id]) for entry in entries}
-    monkey_patches, framework_defects = find_framework_defects(packages, entries, core, unpatched_reader, job)
+    defects = {entry.id: _build_core_only_defect(entry, decisions[entry.id]) for entry in entries}
+    monkey_patches, framework_defects = audit_framework_patches(
+        packages, entries, core, unpatched_reader, job
+    )
     audited = [
         _with_remedy(d, core, table, decisions[d.entry.id])
         for d in (defects | framework_defects).values()
         if d is not None
     ]
-    reaching = [defect.entry.id for defect in audited if defect.reaches_jobs]
+    reaching = [defect.entry.id for defect in audited if defect.is_silent_and_present]
     return Audit(
         core,
         packages,
         monkey_patches,
         tuple(audited),
-        tuple(_assess_later_releases(reaching, entries, core, table)),
+        tuple(_assess_later_minors(reaching, entries, core, table)),
     )
 
 
-def find_framework_defects(
+def audit_framework_patches(
     packages: Collection[Package],
     entries: Collection[Entry],
     core: MegatronCore,
@@ -116,12 +126,12 @@ def find_framework_defects(
     )
     patched_reader = frameworks.build_patched_reader(megatron, table, monkey_patches)
     for entry in entries if monkey_patches else ():
-        touching = patched_reader.find_relevant_patches(entry)
+        touching = patched_reader.find_evidence_changing_patches(entry)
         wrappers = frameworks.find_wrapping_patches(entry, monkey_patches) if isinstance(entry, Patch) else ()
         unpatched = _to_presence(_decide(entry, unpatched_reader, job))
         unconditional = (
             _to_presence(_decide(entry, unconditional_reader, job))
-            if unconditional_reader.find_relevant_patches(entry)
+            if unconditional_reader.find_evidence_changing_patches(entry)
             else unpatched
         )
         patched = _to_presence(_decide(entry, patched_reader, job)) if touching else unpatched
@@ -136,7 +146,7 @@ def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
 
     The job runs on accelerators, with the layers of their libraries.
     """
-    if set(entry.backends) <= set(LOCAL_LAYERS) or (isinstance(entry, Patch) and entry.opt_in):
+    if set(entry.backends) <= set(LOCAL_LAYER_BACKENDS) or (isinstance(entry, Patch) and entry.opt_in):
         return False
     avoided = isinstance(entry, Trap) and features is not None and bool(entry.unless & features)
     return not avoided and (features is None or entry.when <= features)
@@ -146,7 +156,7 @@ def _decide(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision |
     """Return the decision about an entry by what the reader reads; None for a trap that is absent."""
     reading = reader.read(entry)
     if isinstance(entry, Patch):
-        return decision_rules.decide(entry, reading, job)
+        return decision_rules.decide_patch(entry, reading, job)
     return decision_rules.decide_trap(entry, reading, job)
 
 
@@ -164,14 +174,14 @@ def _to_presence(decision: Decision | None) -> Presence:
     return decision.presence
 
 
-def _build_unpatched_defect(entry: Entry, decision: Decision | None) -> AuditedDefect | None:
+def _build_core_only_defect(entry: Entry, decision: Decision | None) -> AuditedDefect | None:
     """Return the defect as megatron-core alone has it, without any framework; None where it is absent."""
     presence = _to_presence(decision)
     if presence is Presence.ABSENT or decision is None:
         return None
     status = DefectStatus.PRESENT if presence is Presence.PRESENT else DefectStatus.UNKNOWN
     reason = "" if status is DefectStatus.PRESENT else decision.reason
-    reason = reason.removesuffix(f". {format_drift_advice(entry.id)}")
+    reason = reason.removesuffix(f". {format_allow_drift_hint(entry.id)}")
     if isinstance(entry, Trap):
         reason = reason.removeprefix(f"{entry.why} {entry.instead} ")
     return AuditedDefect(entry=entry, status=status, reason=reason, proven=decision.proven)
@@ -221,7 +231,10 @@ def _build_framework_defect(
         return build_defect(DefectStatus.PRESENT, f", but the defect {entry.id} remains", always_applied)
     if unconditional is Presence.ABSENT and patched is Presence.ABSENT:
         return None
-    if any(isinstance(entry, Patch) and frameworks.mends(entry, patch) for patch in wrappers):
+    if any(
+        isinstance(entry, Patch) and frameworks.is_fixed_by_reviewed_wrapper(entry, patch)
+        for patch in wrappers
+    ):
         detail = f". This wrapper was reviewed and fixes the defect {entry.id}"
         return build_defect(DefectStatus.MENDED, detail, wrappers)
     if unconditional is Presence.PRESENT and any(not patch.conditions for patch in wrappers):
@@ -273,7 +286,7 @@ def _with_remedy(
 def _find_fixing_minor(entry: Entry, core: MegatronCore, table: ReviewTable) -> str | None:
     """Return the first later minor from which on every reviewed release was read to lack the defect."""
     first = None
-    for release in _list_later_releases(core, table):
+    for release in _list_later_reviewed_releases(core, table):
         if table.find_presence(entry.id, release) is not Presence.ABSENT:
             first = None
         else:
@@ -281,21 +294,21 @@ def _find_fixing_minor(entry: Entry, core: MegatronCore, table: ReviewTable) -> 
     return ".".join(first.split(".")[:2]) if first else None
 
 
-def _list_later_releases(core: MegatronCore, table: ReviewTable) -> list[str]:
+def _list_later_reviewed_releases(core: MegatronCore, table: ReviewTable) -> list[str]:
     """Return the reviewed releases of later minors than this megatron-core's own, oldest first."""
     minor = parse_minor_version(core.version) if core.version else None
     releases = [reference for reference in table.references if "+" not in reference]
     return [release for release in releases if minor and (parse_minor_version(release) or minor) > minor]
 
 
-def _assess_later_releases(
+def _assess_later_minors(
     reaching: Collection[str], entries: Collection[Entry], core: MegatronCore, table: ReviewTable
 ) -> Iterator[Upgrade]:
     """Yield the newest release of each later minor, with the silent defects that the same job meets there.
 
     Yields nothing where no silent defect reaches the job now.
     """
-    newest = {parse_minor_version(release): release for release in _list_later_releases(core, table)}
+    newest = {parse_minor_version(release): release for release in _list_later_reviewed_releases(core, table)}
     for release in newest.values() if reaching else ():
         present_ids = [
             entry.id

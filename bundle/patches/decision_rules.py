@@ -7,8 +7,8 @@ from typing import NamedTuple
 from bundle.environment import packages
 from bundle.patches import mindspeed
 from bundle.patches.entry import (
-    LOCAL_LAYERS,
-    NO_ASSUMPTION,
+    LOCAL_LAYER_BACKENDS,
+    NO_CALLER_ASSUMPTION,
     Decision,
     Patch,
     PatchAction,
@@ -19,7 +19,7 @@ from bundle.patches.entry import (
 )
 from bundle.patches.megatron_core import Reading
 
-_UNFAMILIAR = "unfamiliar (neither the known defective nor the known correct code)"
+_UNFAMILIAR_CODE_PHRASE = "unfamiliar (neither the known defective nor the known correct code)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +40,13 @@ class PatchContext:
     allowed: frozenset[str] = frozenset()  # drifts that the user has looked at, by id
     vouched: frozenset[str] | None = None  # ids whose `assumes` holds; None: all, as in our engine's jobs
 
-    def uses(self, features: frozenset[str]) -> bool:
+    def has_all_features(self, features: frozenset[str]) -> bool:
         """Return whether the job uses all of these features."""
         return self.features is None or features <= self.features
 
-    def vouches_for(self, patch: Patch) -> bool:
+    def has_no_unvouched_assumption(self, patch: Patch) -> bool:
         """Return whether somebody vouches for the patch: that its caller is what the patch assumes."""
-        return self.vouched is None or patch.assumes in ("", NO_ASSUMPTION) or patch.id in self.vouched
+        return self.vouched is None or patch.assumes in ("", NO_CALLER_ASSUMPTION) or patch.id in self.vouched
 
     def runs_on(self, backends: Iterable[str]) -> bool:
         """Return whether the job's backend is one of these."""
@@ -59,7 +59,7 @@ class _Proposal(NamedTuple):
     proven: bool = True
 
 
-def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
+def decide_patch(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     """Return the decision about a patch."""
     proposal = (
         _decide_by_version(patch, job) if reading.presence is None else _decide_by_source(patch, reading, job)
@@ -69,7 +69,11 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     warning = proposal.action is PatchAction.DRIFT and job.runs_on(patch.backends) and not patch.opt_in
     if unneeded_reason and proposal.action is not PatchAction.SKIP and not warning:
         proposal = proposal._replace(action=PatchAction.SKIP, reason=unneeded_reason)
-    elif not unneeded_reason and proposal.action is not PatchAction.SKIP and not job.vouches_for(patch):
+    elif (
+        not unneeded_reason
+        and proposal.action is not PatchAction.SKIP
+        and not job.has_no_unvouched_assumption(patch)
+    ):
         proposal = proposal._replace(action=PatchAction.UNVOUCHED, reason=f"not vouched for: {patch.assumes}")
     blocked = proposal.action in (PatchAction.DRIFT, PatchAction.CONFLICT) and not unneeded_reason
     refused = patch.id in job.requested and proposal.action is not PatchAction.APPLY
@@ -80,7 +84,7 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
         range=patch.range,
         presence=reading.presence or Presence.UNKNOWN,
         proven=proposal.proven,
-        targets=tuple(replacement.target for replacement in _list_present_replacements(patch, reading)),
+        targets=tuple(replacement.target for replacement in _list_replacements_with_targets(patch, reading)),
         fingerprints=tuple(reading.fingerprints.values()),
         assumes=patch.assumes,
         stops=refused or (blocked and patch.id not in job.allowed),
@@ -93,13 +97,13 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
     The action is TRAP where the job meets it. It stops a job whose recipe is known.
     """
     avoided = job.features is not None and bool(trap.unless & job.features)
-    if avoided or not job.runs_on(trap.backends) or not job.uses(trap.when):
+    if avoided or not job.runs_on(trap.backends) or not job.has_all_features(trap.when):
         return None
     if reading.presence is Presence.ABSENT:
         return None
     proven = reading.presence is Presence.PRESENT
     # A version that cannot be placed must not let a job go wrong silently.
-    is_met = proven or packages.is_within(job.version or "", trap.range) is not False
+    is_met = proven or packages.is_base_version_within(job.version or "", trap.range) is not False
     reason = f"{trap.why} {trap.instead}" if is_met else ""
     return Decision(
         id=trap.id,
@@ -120,18 +124,18 @@ def _explain_version_only(reading: Reading, job: PatchContext) -> str:
         cause = (
             f". The reason: {reading.read_error}"
             if reading.read_error
-            else f", because the code is {_UNFAMILIAR}"
+            else f", because the code is {_UNFAMILIAR_CODE_PHRASE}"
         )
         return f"({how}{cause}.)"
     return f"({how}. Pass --mcore PATH to read the source.)"
 
 
-def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
+def find_seam_drift(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
     """Return a warning that the names of a seam are not as reviewed; None where they are."""
     if (
         reading is None
-        or not job.uses(seam.when)
-        or packages.is_within(job.version or "", seam.range) is False
+        or not job.has_all_features(seam.when)
+        or packages.is_base_version_within(job.version or "", seam.range) is False
     ):
         return None
     changed = [target for target in reading.fingerprints if not reading.references.get(target)]
@@ -184,25 +188,25 @@ def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
     """Return why the job does not need the patch, whatever the source says; None where the job needs it."""
     if not job.runs_on(patch.backends):
         return f"needed only on {' and '.join(patch.backends)}"
-    if job.trains_with_mindspeed and patch.backends == LOCAL_LAYERS:
+    if job.trains_with_mindspeed and patch.backends == LOCAL_LAYER_BACKENDS:
         return (
             "needed only for megatron's local layers; this job uses MindSpeed's layers under the names of"
             " Transformer Engine's"
         )
     if patch.opt_in and patch.id not in job.requested:
         return f"opt-in: request it with --request {patch.id}"
-    if not job.uses(patch.when):
+    if not job.has_all_features(patch.when):
         unused = ", ".join(sorted(patch.when - (job.features or frozenset())))
         return f"the recipe does not use the feature {unused}"
     for name, specifier in patch.requires:
-        if name in job.packages and packages.is_within(job.packages[name], specifier) is False:
+        if name in job.packages and packages.is_base_version_within(job.packages[name], specifier) is False:
             return f"needed only with {name}{specifier}, but {name} {job.packages[name]} is installed"
     return None
 
 
 def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Proposal:
     """Return the decision from source that was read, either now or when the reviewed list was made."""
-    is_in_range = packages.is_within(job.version, patch.range) if job.version else None
+    is_in_range = packages.is_base_version_within(job.version, patch.range) if job.version else None
     is_proven = reading.presence is not Presence.UNKNOWN
     if reading.presence is Presence.ABSENT:
         return _Proposal(PatchAction.SKIP, "this megatron-core does not have the defect")
@@ -210,7 +214,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(
             PatchAction.SKIP,
             f"megatron-core {job.version} is outside the patch's range {patch.range}, and"
-            f" {reading.read_error or 'its code is ' + _UNFAMILIAR}",
+            f" {reading.read_error or 'its code is ' + _UNFAMILIAR_CODE_PHRASE}",
             False,
         )
     ownership = _explain_ownership(patch, job)
@@ -218,9 +222,9 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(PatchAction.OWNED, ownership, is_proven and _is_known_mindspeed(job))
     if job.conflict:
         return _Proposal(PatchAction.CONFLICT, job.conflict, is_proven)
-    drift = _explain_drift(patch, reading) or _explain_unread_patcher(patch, job)
+    drift = _explain_drift(patch, reading) or _explain_unreviewed_patcher(patch, job)
     if drift and (patch.id not in job.allowed or _list_missing_targets(patch, reading)):
-        reason = f"{'. '.join(drift)}. {format_drift_advice(patch.id)}"
+        reason = f"{'. '.join(drift)}. {format_allow_drift_hint(patch.id)}"
         return _Proposal(PatchAction.DRIFT, reason, is_proven)
     if drift:
         return _Proposal(PatchAction.APPLY, f"applied because --allow-drift names it: {drift[0]}", is_proven)
@@ -237,7 +241,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
 
 def _decide_by_version(patch: Patch, job: PatchContext) -> _Proposal:
     """Return the decision from a version number that was not reviewed, where there is nothing else."""
-    is_in_range = job.version is not None and packages.is_within(job.version, patch.range)
+    is_in_range = job.version is not None and packages.is_base_version_within(job.version, patch.range)
     reason = (
         f"{job.version} is not a released version and {'inside' if is_in_range else 'outside'}"
         f" {patch.range or 'every range'} by its number alone. Pass --mcore PATH to read its source"
@@ -246,7 +250,7 @@ def _decide_by_version(patch: Patch, job: PatchContext) -> _Proposal:
 
 
 def _is_known_mindspeed(job: PatchContext) -> bool:
-    return job.mindspeed is not None and mindspeed.is_known(job.mindspeed[0])
+    return job.mindspeed is not None and mindspeed.is_reviewed_commit(job.mindspeed[0])
 
 
 def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
@@ -254,13 +258,15 @@ def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
     if job.mindspeed is None or not job.runs_on(("ascend",)):
         return None
     explain = (
-        mindspeed.explain_job_replacement if job.trains_with_mindspeed else mindspeed.explain_replacement
+        mindspeed.explain_job_replacement
+        if job.trains_with_mindspeed
+        else mindspeed.explain_possible_replacement
     )
     reasons = (explain(replacement.target, job.mindspeed[0]) for replacement in patch.replacements)
     return next((reason for reason in reasons if reason), None)
 
 
-def _explain_unread_patcher(patch: Patch, job: PatchContext) -> tuple[str, str] | None:
+def _explain_unreviewed_patcher(patch: Patch, job: PatchContext) -> tuple[str, str] | None:
     if job.unread_patcher is None or not job.runs_on(("ascend",)):
         return None
     targets = ", ".join(replacement.target for replacement in patch.replacements)
@@ -272,8 +278,9 @@ def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
     if reading.read_error:
         return reading.read_error, "Check this megatron-core"
     if reading.presence is Presence.UNKNOWN:
-        cause = f"whether this megatron-core has the defect is unknown, because its code is {_UNFAMILIAR}"
-        return cause, f"Read the code of {', '.join(patch.evidence)}"
+        cause = "whether this megatron-core has the defect is unknown, because its code is"
+        cause += f" {_UNFAMILIAR_CODE_PHRASE}"
+        return cause, f"Read the code of {', '.join(patch.evidence_targets)}"
     missing = _list_missing_targets(patch, reading)
     if missing:
         gone = ", ".join(f"{target} ({_describe_nearest(target, reading)})" for target in missing)
@@ -289,7 +296,7 @@ def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
     return None
 
 
-def format_drift_advice(patch_id: str) -> str:
+def format_allow_drift_hint(patch_id: str) -> str:
     """Return how a user allows the drift of a patch."""
     return f"To continue nevertheless, add --allow-drift {patch_id}"
 
@@ -305,7 +312,7 @@ def _list_missing_targets(patch: Patch, reading: Reading) -> list[str]:
     return [r.target for r in gone if not r.optional or len(gone) == len(patch.replacements)]
 
 
-def _list_present_replacements(patch: Patch, reading: Reading) -> list[Replacement]:
+def _list_replacements_with_targets(patch: Patch, reading: Reading) -> list[Replacement]:
     """Return the replacements whose target this megatron-core has; all of them where nothing was read."""
     present = [r for r in patch.replacements if r.target in reading.fingerprints]
     return present or list(patch.replacements)

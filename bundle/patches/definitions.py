@@ -24,12 +24,12 @@ class Definition(NamedTuple):
         return fingerprint_code(self.nodes)
 
     @property
-    def signature(self) -> str:
+    def signature_fingerprint(self) -> str:
         """The fingerprint of the signature."""
         return fingerprint_signature(self.nodes)
 
     @property
-    def is_code(self) -> bool:
+    def is_function_or_class(self) -> bool:
         """True if the definition is a function or a class, and not a variable."""
         return any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) for n in self.nodes)
 
@@ -82,7 +82,7 @@ class Definition(NamedTuple):
             if ast.unparse(element) == name
         )
 
-    def has(self, code: str) -> bool:
+    def has_pattern(self, code: str) -> bool:
         """Return whether this expression or statement occurs, in any layout; see `syntax.parse_pattern`."""
         return bool(find_matches(code, self.walk()))
 
@@ -103,7 +103,7 @@ class Definition(NamedTuple):
 _MAX_DEPTH = 64  # names that lead to one another; a hostile tree must not reach the end of our own stack
 
 
-class Lookup:
+class DefinitionSearch:
     """A search from one name through re-exports, `import *`, aliases and base classes.
 
     A lookup serves one name only. A name that is already being looked up counts as not found: Python finds
@@ -231,13 +231,13 @@ class Definitions:
         """
         if target not in self._definitions:
             module, _, name = target.partition(":")
-            self._definitions[target] = Lookup(self.tree).find_attribute(module, name.split("."))
+            self._definitions[target] = DefinitionSearch(self.tree).find_attribute(module, name.split("."))
         return self._definitions[target]
 
     def find_bindings(self, target: str) -> tuple[ast.stmt, ...]:
         """Return the statements that bind a module-level name, as they stand; only `import *` is followed."""
         module, _, name = target.partition(":")
-        return Lookup(self.tree).find_bindings(module, name)
+        return DefinitionSearch(self.tree).find_bindings(module, name)
 
     def find_nearest(self, target: str) -> tuple[str, ...]:
         """Return targets of the same module or class whose names are the most like the missing one."""
@@ -259,7 +259,7 @@ class Definitions:
         )
 
 
-class SourceEvidence:
+class DeclaredDefinitions:
     """The definitions that a patch or a trap declares as its evidence, and no others.
 
     A patch may read declared definitions only: a change of an undeclared one would not be noticed.

@@ -10,17 +10,22 @@ from typing import NamedTuple
 
 from bundle.environment import BACKENDS
 from bundle.errors import UsageError, find_nearest, format_suggestion
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 
-LOCAL_LAYERS = ("cpu", "ascend")  # backends whose layers are megatron's own, without Transformer Engine
-NO_ASSUMPTION = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
+LOCAL_LAYER_BACKENDS = (
+    "cpu",
+    "ascend",
+)  # backends whose layers are megatron's own, without Transformer Engine
+NO_CALLER_ASSUMPTION = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 # Features that no recipe has: our engine does these itself, megatron does them in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
-MEGATRONS_TIED_HEAD = "megatron-tied-head"
-MEGATRON_FEATURES = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRONS_TIED_HEAD})
+MEGATRON_TIED_HEAD_FEATURE = "megatron-tied-head"
+EXTERNAL_PROGRAM_FEATURES = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRON_TIED_HEAD_FEATURE})
 
 # Features of every job on accelerators, which nobody names. In the jobs of others losses are megatron's.
-IMPLICIT_FEATURES = frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | MEGATRON_FEATURES
+UNIVERSAL_FEATURES = (
+    frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | EXTERNAL_PROGRAM_FEATURES
+)
 
 # word -> its meaning for a job
 FEATURES: dict[str, str] = {
@@ -76,17 +81,17 @@ FEATURES: dict[str, str] = {
 }
 
 
-def resolve_features(raw_words: Iterable[str]) -> frozenset[str] | None:
+def add_universal_features(raw_words: Iterable[str]) -> frozenset[str] | None:
     """Return the words and the features that every job has; None, for all features, where there are no words.
 
     Raises UsageError for words that no patch and no trap asks for.
     """
-    words = normalize_features(raw_words)
-    return frozenset(words) | IMPLICIT_FEATURES if words else None
+    words = parse_features(raw_words)
+    return frozenset(words) | UNIVERSAL_FEATURES if words else None
 
 
-def normalize_features(raw_words: Iterable[str]) -> tuple[str, ...]:
-    """Return the words as they are spelled here. Raises UsageError as `resolve_features` does."""
+def parse_features(raw_words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words as they are spelled here. Raises UsageError as `add_universal_features` does."""
     words = tuple(word.strip().lower() for word in raw_words if word.strip())
     unknown = [
         f"{word[:100]}{format_suggestion(find_nearest(word, FEATURES))}"
@@ -98,9 +103,9 @@ def normalize_features(raw_words: Iterable[str]) -> tuple[str, ...]:
     return words
 
 
-def describe_features(words: Iterable[str]) -> str:
+def format_non_implicit_features(words: Iterable[str]) -> str:
     """Return the words for a sentence ("cp and mtp"), without the features that every job has."""
-    return " and ".join(sorted(set(words) - IMPLICIT_FEATURES))
+    return " and ".join(sorted(set(words) - UNIVERSAL_FEATURES))
 
 
 class Presence(StrEnum):
@@ -133,14 +138,14 @@ class DefectCheck(NamedTuple):
     """A check whether a source has a defect, and the definitions that it reads."""
 
     evidence: tuple[str, ...]
-    detect: Callable[[SourceEvidence], Presence]
+    detect: Callable[[DeclaredDefinitions], Presence]
 
-    def __call__(self, source: SourceEvidence) -> Presence:
+    def __call__(self, source: DeclaredDefinitions) -> Presence:
         """Return what the source says. Raises source.UnreadableSource."""
         return self.detect(source)
 
 
-def detect_in_source(*evidence: str) -> Callable[[Callable[[SourceEvidence], Presence]], DefectCheck]:
+def detect_in_source(*evidence: str) -> Callable[[Callable[[DeclaredDefinitions], Presence]], DefectCheck]:
     """Return a decorator that makes a DefectCheck of a function of the source."""
     return lambda detect: DefectCheck(evidence, detect)
 
@@ -158,7 +163,7 @@ def detect_in_definitions(
     """
 
     def build_check(function: Callable[..., Presence]) -> DefectCheck:
-        def detect(source: SourceEvidence) -> Presence:
+        def detect(source: DeclaredDefinitions) -> Presence:
             if required_module is not None and not source.has_module(required_module):
                 return Presence.ABSENT
             definitions = [_find_first(target, source) for target in targets]
@@ -172,7 +177,7 @@ def detect_in_definitions(
     return build_check
 
 
-def _find_first(target: str | tuple[str, ...], source: SourceEvidence) -> Definition | None:
+def _find_first(target: str | tuple[str, ...], source: DeclaredDefinitions) -> Definition | None:
     if isinstance(target, str):
         return source[target]
     return next(iter(source.find_existing(*target)), None)
@@ -226,7 +231,7 @@ class Patch(NamedTuple):
     opt_in: bool = False  # an improvement: applied only when it is requested by id
 
     @property
-    def evidence(self) -> tuple[str, ...]:
+    def evidence_targets(self) -> tuple[str, ...]:
         """The definitions that decide whether the defect is present."""
         return self.defect.evidence
 
@@ -259,7 +264,7 @@ class Trap(NamedTuple):
     unshown: str = ""  # what a test would need, where no test shows it
 
     @property
-    def evidence(self) -> tuple[str, ...]:
+    def evidence_targets(self) -> tuple[str, ...]:
         """The definitions that decide whether the defect is present."""
         return self.defect.evidence
 
@@ -294,7 +299,7 @@ class Decision(NamedTuple):
     stops: bool = False  # the job needs this and cannot have it
 
     @property
-    def problem(self) -> str:
+    def reason_line(self) -> str:
         """The line that says what stops a job. It names the action, except for a trap."""
         return (
             f"{self.id}:"

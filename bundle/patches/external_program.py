@@ -11,13 +11,13 @@ from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import audit, patcher, plan
 from bundle.patches.audit import AuditedDefect, DefectStatus
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import Decision, PatchAction, describe_features, resolve_features
-from bundle.patches.megatron_core import find_installed_core, load_review_table
+from bundle.patches.entry import Decision, PatchAction, add_universal_features, format_non_implicit_features
+from bundle.patches.megatron_core import find_installed_or_default_core, load_review_table
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.plan import PatchPlan, Survey, build_context, survey_patches
 
 _log = logging.getLogger(__name__)
-_FEATURES_BY_PATCH = {patch.id: patch.when for patch in PATCHES}
+_CATALOGUE_FEATURES_BY_PATCH = {patch.id: patch.when for patch in PATCHES}
 
 
 def enable(
@@ -34,8 +34,8 @@ def enable(
     used, and no trap is reported, because no patch mends a trap. A patch that assumes something about its
     caller is left out unless `vouched` has its id. A patch is also left out where a framework mends the
     defect, or may mend it. `allowed` are the drifts, and the frameworks' unread code, to go on with.
-    `backend` is one of `hardware.BACKEND_CHOICES`. Neither torch nor megatron is imported. A second call with
-    the same words does nothing.
+    `backend` is one of `hardware.BACKEND_CHOICES_WITH_AUTO`. Neither torch nor megatron is imported. A second
+    call with the same words does nothing.
 
     A patch that no longer fits stops a program that is known to use what the patch mends. Without `features`
     the patch is left out with a warning; `strict` makes it stop the program there too.
@@ -55,14 +55,14 @@ def enable(
     )
     if patch_plan == patcher.get_active_plan():
         return patch_plan
-    if early_imports := patcher.find_early_imports(patch_plan):
+    if early_imports := patcher.describe_unpatchable_references(patch_plan):
         raise PatchError(
             "These functions of megatron were imported before their patches were enabled. Enable the patches"
             " first:",
             early_imports,
         )
     patcher.apply(patch_plan)
-    _log_plan(patch_survey, resolve_features(features or ()))
+    _log_plan(patch_survey, add_universal_features(features or ()))
     return patch_plan
 
 
@@ -79,7 +79,7 @@ def plan_patches(
 
     Raises the same errors as `enable`.
     """
-    used, table = resolve_features(features or ()), load_review_table()
+    used, table = add_universal_features(features or ()), load_review_table()
     if stack.megatron.core is None:
         archive = stack.megatron.archive
         raise EnvironmentUnfit(
@@ -88,15 +88,15 @@ def plan_patches(
             else "there is no megatron-core to patch: this Python cannot import it. Install it in the"
             " environment of mcore-bundle, or put its tree on PYTHONPATH"
         )
-    core, backend_name = find_installed_core(stack, table), hardware.detect(backend).backend
+    core, backend_name = find_installed_or_default_core(stack, table), hardware.detect(backend).backend
     patch_survey = survey_patches(
         core, table, stack, backend=backend_name, features=used, allowed=allowed, vouched=vouched
     )
     needed = {d.id for d in patch_survey.decisions if d.action in (PatchAction.APPLY, PatchAction.DRIFT)}
     patches = [patch for patch in PATCHES if patch.id in needed]
     job = build_context(core, stack, backend=backend_name, features=used)
-    monkey_patches, framework_defects = audit.find_framework_defects(
-        stack.find_frameworks(), patches, core, core.build_reader(table), job
+    monkey_patches, framework_defects = audit.audit_framework_patches(
+        stack.find_megatron_frameworks(), patches, core, core.build_reader(table), job
     )
     overrides = {DefectStatus.CONDITIONAL: vouched, DefectStatus.UNKNOWN: allowed}
     decided = (
@@ -149,28 +149,32 @@ def _log_plan(patch_survey: Survey, used: frozenset[str] | None) -> None:
     if not logging.getLogger("bundle").hasHandlers():
         rank = os.environ.get("RANK", "")
         log.start(int(rank) if rank.isdecimal() else None)
-    _log.info("%s", "\n".join(format_lines(patch_survey)))
-    for warning in iter_warnings(patch_survey, used):
+    _log.info("%s", "\n".join(format_plan_lines(patch_survey)))
+    for warning in list_unfixed_defect_warnings(patch_survey, used):
         _log.warning("%s", warning)
 
 
-def iter_warnings(patch_survey: Survey, used: frozenset[str] | None) -> Iterator[str]:
+def list_unfixed_defect_warnings(patch_survey: Survey, used: frozenset[str] | None) -> Iterator[str]:
     """Yield a warning for each defect that the program meets, or may meet, and that no patch mends.
 
     `used` are the features of the program; None: nobody says.
     """
     for decision in patch_survey.decisions:
         if decision.action is PatchAction.TRAP and used is not None:
-            yield f"no patch fixes {decision.problem}"
-        elif decision.action is PatchAction.DRIFT and used is None and decision.id in _FEATURES_BY_PATCH:
-            features = describe_features(_FEATURES_BY_PATCH[decision.id])
+            yield f"no patch fixes {decision.reason_line}"
+        elif (
+            decision.action is PatchAction.DRIFT
+            and used is None
+            and decision.id in _CATALOGUE_FEATURES_BY_PATCH
+        ):
+            features = format_non_implicit_features(_CATALOGUE_FEATURES_BY_PATCH[decision.id])
             yield (
                 f"left out, but needed {f'if you use {features}' if features else 'in any job'}:"
-                f" {decision.problem}"
+                f" {decision.reason_line}"
             )
 
 
-def format_lines(patch_survey: Survey) -> Iterator[str]:
+def format_plan_lines(patch_survey: Survey) -> Iterator[str]:
     """Yield the lines of the plan: the patches that are applied or left out although needed, with reasons."""
     left_out = [d for d in patch_survey.decisions if d.action in (PatchAction.OWNED, PatchAction.UNVOUCHED)]
     count = len(patch_survey.patches_to_apply)

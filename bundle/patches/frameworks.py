@@ -21,7 +21,7 @@ from bundle.patches.source import Module, SourceTree, UnreadableSource, collect_
 from bundle.patches.syntax import fingerprint_code
 
 # Frameworks' wrappers that were read: (target, fingerprint) -> ids of mended patches, and the source.
-KNOWN_FIXES: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
+FIXES_BY_WRAPPER_FINGERPRINT: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
     ("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias", "96b4058d9af2ce4b"): (
         frozenset({"padding-mask-expert-bias"}),
         "NVIDIA-NeMo/Megatron-Bridge at 067f987df: masks become [t, 1] wherever there is an expert bias",
@@ -30,7 +30,7 @@ KNOWN_FIXES: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
 
 
 @dataclass(frozen=True)
-class PatchedTree(SourceTree):
+class PatchedMegatronTree(SourceTree):
     """A megatron tree in which some names are bound to a framework's functions."""
 
     original: SourceTree = field(kw_only=True)
@@ -79,11 +79,13 @@ class PatchedReader(DefectReader):
     original: Definitions = field(kw_only=True)
     patches: tuple[MonkeyPatch, ...] = field(kw_only=True)
 
-    def find_relevant_patches(self, entry: Patch | Trap) -> tuple[MonkeyPatch, ...]:
+    def find_evidence_changing_patches(self, entry: Patch | Trap) -> tuple[MonkeyPatch, ...]:
         """Return the monkey patches that change what is read about an entry."""
-        changed = {target for target in entry.evidence if self._differs(target)}
+        changed = {target for target in entry.evidence_targets if self._differs(target)}
         return tuple(
-            patch for patch in self.patches if any(_concerns(patch, target, self) for target in changed)
+            patch
+            for patch in self.patches
+            if any(_is_target_or_member_patch(patch, target, self) for target in changed)
         )
 
     def _differs(self, target: str) -> bool:
@@ -97,7 +99,7 @@ class PatchedReader(DefectReader):
         return before.nodes != after.nodes and before.fingerprint != after.fingerprint
 
 
-def _concerns(patch: MonkeyPatch, target: str, reader: PatchedReader) -> bool:
+def _is_target_or_member_patch(patch: MonkeyPatch, target: str, reader: PatchedReader) -> bool:
     """Return whether the monkey patch replaces the target, a member of it, or a method that it inherits."""
     assert reader.definitions is not None
     definition, owner = reader.definitions[target], patch.name.partition(".")[0]
@@ -111,15 +113,15 @@ def find_monkey_patches(
     packages: Iterable[Package], megatron: Definitions, entries: Iterable[Patch | Trap]
 ) -> tuple[MonkeyPatch, ...]:
     """Return the monkey patches of frameworks on the evidence of these entries, or on their targets."""
-    targets = {target for entry in entries for target in entry.evidence}
+    targets = {target for entry in entries for target in entry.evidence_targets}
     targets |= {r.target for entry in entries if isinstance(entry, Patch) for r in entry.replacements}
     patches = (
         patch for package in packages for patch in monkey_patches.find_in_package(package, megatron, targets)
     )
-    return tuple(_with_import_condition(patch, megatron) for patch in patches)
+    return tuple(_with_by_value_importer_condition(patch, megatron) for patch in patches)
 
 
-def _with_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
+def _with_by_value_importer_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
     """Return the monkey patch, with one more condition where megatron-core imports its function by value.
 
     The condition is that the importing module is imported later: an earlier import keeps the original
@@ -130,7 +132,7 @@ def _with_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyP
         rf"^\s*from\s+[\w.]*\b{module}\s+import\s+(\([^)]*|[^\n(]*)\b{re.escape(patch.name)}\b", re.M
     )
     for file in sorted((megatron.tree.root / "megatron/core").rglob("*.py")) if "." not in patch.name else ():
-        if by_value.search(files.read_text(file) or ""):
+        if by_value.search(files.read_text_if_small(file) or ""):
             importer = file.relative_to(megatron.tree.root).as_posix()
             return replace(patch, conditions=(*patch.conditions, f"{importer} is imported after this line"))
     return patch
@@ -141,7 +143,7 @@ def build_patched_reader(
 ) -> PatchedReader:
     """Return a reader of a megatron-core with these monkey patches; those that only wrap change nothing."""
     replacing = tuple(patch for patch in patches if not patch.wraps)
-    tree = PatchedTree(megatron.tree.root, original=megatron.tree, patches=replacing)
+    tree = PatchedMegatronTree(megatron.tree.root, original=megatron.tree, patches=replacing)
     return PatchedReader(None, Definitions(tree), table, original=megatron, patches=replacing)
 
 
@@ -151,7 +153,11 @@ def find_wrapping_patches(entry: Patch, patches: Iterable[MonkeyPatch]) -> tuple
     return tuple(patch for patch in patches if patch.wraps and patch.target in targets)
 
 
-def mends(entry: Patch, patch: MonkeyPatch) -> bool:
+def is_fixed_by_reviewed_wrapper(entry: Patch, patch: MonkeyPatch) -> bool:
     """Return whether this wrapper was read and mends the patch's defect."""
-    known_fix = KNOWN_FIXES.get((patch.target, fingerprint_code([patch.code])), None) if patch.code else None
+    known_fix = (
+        FIXES_BY_WRAPPER_FINGERPRINT.get((patch.target, fingerprint_code([patch.code])), None)
+        if patch.code
+        else None
+    )
     return known_fix is not None and entry.id in known_fix[0]

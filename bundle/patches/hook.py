@@ -20,7 +20,7 @@ from bundle.errors import EnvironmentUnfit, PatchError
 
 FILE_NAME = "mcore-bundle-patches.pth"
 FORMAT = 1  # of the document that the file passes to `begin`
-_FINDER_MODULE = "mcore_bundle_patches"  # the module that the finder's class is in
+_INLINE_FINDER_MODULE_NAME = "mcore_bundle_patches"  # the module that the finder's class is in
 _HEADER = "# mcore-bundle patches disable removes this file: "
 _MAX_BYTES = 1 << 20  # bytes of such a file
 
@@ -43,10 +43,10 @@ class HookArguments(NamedTuple):
     def render_file(self) -> str:
         """Return the file's text: a line with the arguments and a digest, and a line that Python runs."""
         program = Path(__file__).with_name("finder.py").read_text(encoding="utf-8")
-        source = f"{program}\n\nsys.meta_path.insert(0, Finder({self._to_document()!r}))\n"
+        source = f"{program}\n\nsys.meta_path.insert(0, MegatronCoreFinder({self._to_document()!r}))\n"
         line = (
             f"import sys; exec(compile({source!a}, {FILE_NAME!a}, 'exec'), {{'__name__':"
-            f" {_FINDER_MODULE!a}}})"
+            f" {_INLINE_FINDER_MODULE_NAME!a}}})"
         )
         document = {**self._to_document(), "digest": files.digest_json([self._to_document(), line])}
         return f"{_HEADER}{json.dumps(document)}\n{line}\n"
@@ -66,7 +66,7 @@ class Hook(NamedTuple):
 def find_hooks(sites: Iterable[Path]) -> tuple[Hook, ...]:
     """Return the files of the hook's name in these directories."""
     files_ = (site / FILE_NAME for site in dict.fromkeys(sites))
-    return tuple(_read_hook(file) for file in files_ if os.path.lexists(file))
+    return tuple(_read_pth_hook(file) for file in files_ if os.path.lexists(file))
 
 
 def install(environment: Sites, arguments: HookArguments) -> bool:
@@ -95,7 +95,7 @@ def install(environment: Sites, arguments: HookArguments) -> bool:
         )
     for hook in find_hooks(environment.sites):
         if hook.fault:
-            raise EnvironmentUnfit(_describe_foreign_file(hook))
+            raise EnvironmentUnfit(_describe_faulty_hook(hook))
         if hook.file.parent != environment.purelib:
             raise EnvironmentUnfit(
                 f"{hook.file}: this file already enables patches for {environment.purelib}. Disable them"
@@ -116,7 +116,7 @@ def remove(environment: Sites) -> bool:
     """Delete the file; return False where there is none. Raises EnvironmentUnfit as `install` does."""
     for hook in find_hooks([environment.purelib]):
         if hook.fault:
-            raise EnvironmentUnfit(_describe_foreign_file(hook))
+            raise EnvironmentUnfit(_describe_faulty_hook(hook))
         _check_writable(environment.purelib)
         hook.file.unlink()
         files.sync_directory(environment.purelib)
@@ -124,7 +124,7 @@ def remove(environment: Sites) -> bool:
     return False
 
 
-def begin(document: dict[str, object]) -> None:
+def enable_patches_from_hook(document: dict[str, object]) -> None:
     """Enable the patches by the file's arguments; a program that has enabled patches itself keeps those.
 
     Raises the same errors as `enable`, and PatchError for a file that another mcore-bundle has written.
@@ -146,22 +146,24 @@ def begin(document: dict[str, object]) -> None:
     )
 
 
-def remove_finder() -> None:
+def remove_hook_finder() -> None:
     """Remove the finder from this process, which decides about patches itself."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != _FINDER_MODULE]
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if type(finder).__module__ != _INLINE_FINDER_MODULE_NAME
+    ]
 
 
 def iter_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
     """Yield what `doctor` and `patches audit` say about each hook."""
     for hook in hooks:
         if hook.fault:
-            yield warn("patches", _describe_foreign_file(hook), "check it, and delete it")
+            yield warn("patches", _describe_faulty_hook(hook), "check it, and delete it")
         else:
             yield ok("patches", f"{hook.file} enables patches in every program here: {hook.arguments}")
 
 
-def _read_hook(file: Path) -> Hook:
-    text = None if file.is_symlink() else files.read_text(file, _MAX_BYTES)
+def _read_pth_hook(file: Path) -> Hook:
+    text = None if file.is_symlink() else files.read_text_if_small(file, _MAX_BYTES)
     first, _, rest = (text or "").partition("\n")
     if not first.startswith(_HEADER):
         return Hook(file, None, "it was not written by mcore-bundle")
@@ -184,7 +186,7 @@ def _parse_arguments(document: dict[str, object]) -> HookArguments | None:
     )
 
 
-def _describe_foreign_file(hook: Hook) -> str:
+def _describe_faulty_hook(hook: Hook) -> str:
     return f"{hook.file}: the file has the hook's name, but {hook.fault}. Check and delete it yourself"
 
 

@@ -22,7 +22,7 @@ from bundle.environment import packages
 from bundle.environment.packages import InstalledPackages, MegatronCopy
 from bundle.errors import UsageError
 from bundle.patches import source
-from bundle.patches.definitions import Definitions, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definitions
 from bundle.patches.entry import Patch, Presence, Seam, Trap
 from bundle.patches.source import SourceTree, UnreadableSource
 
@@ -30,12 +30,17 @@ from bundle.patches.source import SourceTree, UnreadableSource
 DEFAULT_RELEASE = "0.16.1"
 
 
-RELEASES_FILE = Path(__file__).with_name("releases.json")
+REVIEW_TABLE_FILE = Path(__file__).with_name("releases.json")
 # target -> fingerprint -> a commit, and its differences from the releases
-COMMITS_FILE = Path(__file__).with_name("commits.json")
+REVIEWED_COMMITS_FILE = Path(__file__).with_name("commits.json")
 # name -> value -> the references that have it, in one string: a line of the file for each value
 Listing = Mapping[str, Mapping[str, str]]
-LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Table, and of the file
+REVIEW_TABLE_FIELDS = (
+    "targets",
+    "signatures",
+    "defects",
+    "modules",
+)  # the fields of a Table, and of the file
 
 
 class ReviewTable(NamedTuple):
@@ -49,19 +54,19 @@ class ReviewTable(NamedTuple):
 
     def find_fingerprint(self, target: str, reference: str, *, by_signature: bool = False) -> str | None:
         """Return the target's fingerprint in a reference; None where the reference lacks the target."""
-        return _find_value(self._select_fingerprints(target, by_signature), reference)
+        return _find_key_by_reference(self._get_references_by_fingerprint(target, by_signature), reference)
 
     def find_presence(self, entry: str, reference: str) -> Presence:
         """Return the presence of a defect in a reference; UNKNOWN where the reference was not read for it."""
-        return Presence(_find_value(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
+        return Presence(_find_key_by_reference(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
 
     def find_reviewed_versions(
         self, target: str, fingerprint: str, *, by_signature: bool = False
     ) -> tuple[str, ...]:
         """Return the references in which this code, or this signature, of the target was reviewed."""
-        return tuple(self._select_fingerprints(target, by_signature).get(fingerprint, "").split())
+        return tuple(self._get_references_by_fingerprint(target, by_signature).get(fingerprint, "").split())
 
-    def _select_fingerprints(self, target: str, by_signature: bool) -> Mapping[str, str]:
+    def _get_references_by_fingerprint(self, target: str, by_signature: bool) -> Mapping[str, str]:
         return (self.signatures if by_signature else self.targets).get(target, {})
 
     def find_matching_reference(self, digests: Mapping[str, str]) -> str | None:
@@ -81,26 +86,28 @@ class ReviewTable(NamedTuple):
         return next((reference for reference in reversed(self.references) if reference in candidates), None)
 
 
-def _find_value(known: Mapping[str, str], reference: str) -> str | None:
+def _find_key_by_reference(known: Mapping[str, str], reference: str) -> str | None:
     return next((value for value, references in known.items() if reference in references.split()), None)
 
 
 @cache
 def load_review_table() -> ReviewTable:
     """Return the reviewed list that is shipped with the package."""
-    return parse_review_table(RELEASES_FILE.read_text("utf-8"))
+    return parse_review_table(REVIEW_TABLE_FILE.read_text("utf-8"))
 
 
 def parse_review_table(text: str) -> ReviewTable:
     """Return the table from the text of a releases.json."""
     document = json.loads(text)
-    return ReviewTable(tuple(document["references"].split()), *(document[listing] for listing in LISTINGS))
+    return ReviewTable(
+        tuple(document["references"].split()), *(document[listing] for listing in REVIEW_TABLE_FIELDS)
+    )
 
 
 @cache
-def load_commits_by_digest() -> Mapping[str, Mapping[str, str]]:
+def load_commits_by_target_fingerprint() -> Mapping[str, Mapping[str, str]]:
     """Return the code of single targets that was read in commits."""
-    known: dict[str, dict[str, str]] = json.loads(COMMITS_FILE.read_text("utf-8"))
+    known: dict[str, dict[str, str]] = json.loads(REVIEWED_COMMITS_FILE.read_text("utf-8"))
     return known
 
 
@@ -156,7 +163,7 @@ class Reading:
     read_error: str | None = None  # why the source could not be read
 
 
-VERSION_ONLY = Reading(None)
+VERSION_ONLY_READING = Reading(None)
 
 
 @dataclass(frozen=True)
@@ -177,26 +184,32 @@ class DefectReader:
         if self.reference is not None:
             return self._read_from_table(entry.id, targets, self.reference)
         if self.definitions is None:
-            return VERSION_ONLY
-        reading = self._read_from_source(targets, self.definitions)
+            return VERSION_ONLY_READING
+        reading = self._read_target_fingerprints(targets, self.definitions)
         try:
-            presence = entry.defect(SourceEvidence(self.definitions, frozenset(entry.evidence)))
-            gone = _describe_missing_files(entry, self.definitions) if presence is Presence.UNKNOWN else ""
+            presence = entry.defect(DeclaredDefinitions(self.definitions, frozenset(entry.evidence_targets)))
+            gone = (
+                _describe_missing_evidence_files(entry, self.definitions)
+                if presence is Presence.UNKNOWN
+                else ""
+            )
         except UnreadableSource as error:
             return replace(reading, presence=Presence.UNKNOWN, read_error=str(error))
         return replace(reading, presence=presence, read_error=reading.read_error or gone or None)
 
-    def list_read_modules(self) -> tuple[str, ...]:
+    def list_consulted_modules(self) -> tuple[str, ...]:
         """Return the modules that the findings rest on, including those that do not exist."""
         if self.reference is not None:
             return tuple(self.table.modules)
-        return self.definitions.tree.list_read_modules() if self.definitions else ()
+        return self.definitions.tree.list_requested_modules() if self.definitions else ()
 
-    def read_seam(self, seam: Seam) -> Reading | None:
+    def read_unreviewed_seam(self, seam: Seam) -> Reading | None:
         """Return what the tree says about the names of a seam; None where it is reviewed, or not at hand."""
         if self.definitions is None:
             return None
-        return self._read_from_source(dict.fromkeys(seam.targets, seam.by_signature), self.definitions)
+        return self._read_target_fingerprints(
+            dict.fromkeys(seam.targets, seam.by_signature), self.definitions
+        )
 
     def _read_from_table(self, entry: str, targets: Mapping[str, bool], reference: str) -> Reading:
         """Return what the reviewed list says about one of its references."""
@@ -207,7 +220,7 @@ class DefectReader:
         references = self._find_reviewed_versions(fingerprints, targets)
         return Reading(self.table.find_presence(entry, reference), fingerprints, references)
 
-    def _read_from_source(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
+    def _read_target_fingerprints(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
         """Return what a tree's source says about targets, without the presence of the defect.
 
         The value of `targets` is True for a target that is read by its signature and not by its code.
@@ -217,7 +230,9 @@ class DefectReader:
             try:
                 definition = definitions[target]
                 if definition is not None:
-                    fingerprints[target] = definition.signature if by_signature else definition.fingerprint
+                    fingerprints[target] = (
+                        definition.signature_fingerprint if by_signature else definition.fingerprint
+                    )
                 else:
                     nearest_names[target] = definitions.find_nearest(target)
             except UnreadableSource as error:
@@ -232,32 +247,34 @@ class DefectReader:
         """Return, for each target, the releases and commits in which its code was reviewed."""
         return {
             target: self.table.find_reviewed_versions(target, value, by_signature=targets[target])
-            + tuple(load_commits_by_digest().get(target, {}).get(value, "").split()[:1])
+            + tuple(load_commits_by_target_fingerprint().get(target, {}).get(value, "").split()[:1])
             for target, value in fingerprints.items()
         }
 
 
-def _describe_missing_files(entry: Patch | Trap, definitions: Definitions) -> str:
+def _describe_missing_evidence_files(entry: Patch | Trap, definitions: Definitions) -> str:
     """Return a note on the files of the evidence that are missing; "" where all exist."""
-    modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence)
+    modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence_targets)
     missing = [module for module in modules if definitions.tree.find_module(module) is None]
     gone = [f"{module.replace('.', '/')}.py" for module in missing]
     return f"{', '.join(gone)} {'are' if gone[1:] else 'is'} missing" if gone else ""
 
 
-def find_installed_core(stack: InstalledPackages, table: ReviewTable) -> MegatronCore:
+def find_installed_or_default_core(stack: InstalledPackages, table: ReviewTable) -> MegatronCore:
     """Return the megatron-core that a worker would import; the default release where there is none."""
     core = stack.megatron.core
     if core is not None:
-        return _from_copy(core, table, stack.megatron.conflict)
+        return _from_copy(core, table, stack.megatron.core_training_mismatch)
     archive = stack.megatron.archive
     cause = "none is installed here"
     if archive:
         cause = f"the installed one is in a zip archive, which is not read: {files.to_printable(archive)}"
-    return find_named_core(DEFAULT_RELEASE, table)._replace(origin=f"default release, because {cause}")
+    return resolve_core_path_or_version(DEFAULT_RELEASE, table)._replace(
+        origin=f"default release, because {cause}"
+    )
 
 
-def find_named_core(name: str, table: ReviewTable) -> MegatronCore:
+def resolve_core_path_or_version(name: str, table: ReviewTable) -> MegatronCore:
     """Return the megatron-core that `--mcore` names: a tree where there is one, else a version."""
     path = Path(name)
     copy = packages.find_copy(path.absolute())

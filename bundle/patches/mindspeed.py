@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from bundle.environment import packages
 
-_DATA = json.loads(Path(__file__).with_name("mindspeed.json").read_text("utf-8"))
-BRANCH_BY_COMMIT: dict[str, str] = _DATA["branches"]  # commit, the head -> branch
+_REVIEWED_BRANCH_DATA = json.loads(Path(__file__).with_name("mindspeed.json").read_text("utf-8"))
+BRANCH_BY_COMMIT: dict[str, str] = _REVIEWED_BRANCH_DATA["branches"]  # commit, the head -> branch
 # target (or its class) -> the branches that replace it
-REPLACING_BRANCHES: dict[str, frozenset[str]] = {
-    target: frozenset(branches.split()) for target, branches in _DATA["replaces"].items()
+REPLACING_BRANCHES_BY_TARGET: dict[str, frozenset[str]] = {
+    target: frozenset(branches.split()) for target, branches in _REVIEWED_BRANCH_DATA["replaces"].items()
 }
 
-_NOT_READ_NOTE = "Whether the replacement has this patch's defect is unknown"
+_UNKNOWN_DEFECT_NOTE = "Whether the replacement has this patch's defect is unknown"
 
 
 class MindSpeedBranch(NamedTuple):
@@ -34,7 +34,7 @@ class MindSpeedBranch(NamedTuple):
 
 
 _COMMIT_BY_BRANCH = {branch: commit for commit, branch in BRANCH_BY_COMMIT.items()}
-MINDSPEED_BRANCHES = tuple(
+SUPPORTED_TRAINING_BRANCHES = tuple(
     MindSpeedBranch(
         name,
         _COMMIT_BY_BRANCH[name],
@@ -42,34 +42,36 @@ MINDSPEED_BRANCHES = tuple(
         details["imports"],
         frozenset(details["replaces"]),
     )
-    for name, details in _DATA["ours"].items()
+    for name, details in _REVIEWED_BRANCH_DATA["ours"].items()
 )
 
 
-def is_known(commit: str | None) -> bool:
+def is_reviewed_commit(commit: str | None) -> bool:
     """Return whether this commit of MindSpeed was read."""
     return commit in BRANCH_BY_COMMIT
 
 
-def find_branch(version: str) -> MindSpeedBranch | None:
+def find_branch_by_megatron_version(version: str) -> MindSpeedBranch | None:
     """Return the branch for a megatron-core; None where our jobs have none."""
     return next(
         (
             candidate
-            for candidate in MINDSPEED_BRANCHES
-            if packages.is_within(version, candidate.megatron_range)
+            for candidate in SUPPORTED_TRAINING_BRANCHES
+            if packages.is_base_version_within(version, candidate.megatron_range)
         ),
         None,
     )
 
 
-def explain_replacement(target: str, commit: str | None) -> str | None:
+def explain_possible_replacement(target: str, commit: str | None) -> str | None:
     """Return why the target may be MindSpeed's at this commit; None where it is not.
 
     A commit that was not read counts as any of those that were.
     """
     branches = (
-        REPLACING_BRANCHES.get(target) or REPLACING_BRANCHES.get(target.rpartition(".")[0]) or frozenset()
+        REPLACING_BRANCHES_BY_TARGET.get(target)
+        or REPLACING_BRANCHES_BY_TARGET.get(target.rpartition(".")[0])
+        or frozenset()
     )
     branch = BRANCH_BY_COMMIT.get(commit or "")
     if branch is None and branches:
@@ -77,9 +79,9 @@ def explain_replacement(target: str, commit: str | None) -> str | None:
         shown_commit = (commit or "")[:12] or "of an unknown commit"
         return (
             f"MindSpeed {shown_commit} is not a version that mcore-bundle has reviewed. It may replace"
-            f" {target}, because these branches do: {branch_names}. {_NOT_READ_NOTE}"
+            f" {target}, because these branches do: {branch_names}. {_UNKNOWN_DEFECT_NOTE}"
         )
-    return f"MindSpeed {branch} replaces {target}. {_NOT_READ_NOTE}" if branch in branches else None
+    return f"MindSpeed {branch} replaces {target}. {_UNKNOWN_DEFECT_NOTE}" if branch in branches else None
 
 
 def explain_job_replacement(target: str, commit: str | None) -> str | None:
@@ -87,7 +89,9 @@ def explain_job_replacement(target: str, commit: str | None) -> str | None:
 
     Returns None also for a commit that our jobs refuse.
     """
-    branch = next((candidate for candidate in MINDSPEED_BRANCHES if candidate.commit == commit), None)
+    branch = next(
+        (candidate for candidate in SUPPORTED_TRAINING_BRANCHES if candidate.commit == commit), None
+    )
     if branch is None or target not in branch.replaces:
         return None
-    return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed). {_NOT_READ_NOTE}"
+    return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed). {_UNKNOWN_DEFECT_NOTE}"

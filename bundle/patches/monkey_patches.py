@@ -20,8 +20,10 @@ from bundle.patches.source import SourceTree, UnreadableSource, iter_bound_names
 
 _MAX_FILES, _MAX_BYTES = 20_000, 128 << 20  # of one framework; the largest read was 2,000 files of 25 MB
 _MAX_FILE_BYTES = 1 << 20  # of one file
-_MAX_HOPS = 4  # functions that call one another, from an import to a monkey patch
-_IGNORED_CONDITIONS = re.compile(r"isinstance\(|hasattr\(|is not None$|^TYPE_CHECKING$|^not getattr\(")
+_MAX_CALLER_HOPS = 4  # functions that call one another, from an import to a monkey patch
+_UNRECORDED_CONDITION_PATTERN = re.compile(
+    r"isinstance\(|hasattr\(|is not None$|^TYPE_CHECKING$|^not getattr\("
+)
 CodeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -67,7 +69,7 @@ class _Scope:
             yield scope
             scope = scope.parent
 
-    def find_bindings(self, name: str) -> list[ast.stmt]:
+    def find_nearest_bindings(self, name: str) -> list[ast.stmt]:
         """Return the statements that bind a name, here or in the nearest enclosing scope that binds it."""
         return next((scope.bindings[name] for scope in self.iter_enclosing() if name in scope.bindings), [])
 
@@ -111,7 +113,7 @@ class _SourceFile:
                     waiting.append((node.body, _Scope(node, scope, conditions), ()))
                 elif isinstance(node, ast.If):
                     test = ast.unparse(node.test)
-                    condition = () if _IGNORED_CONDITIONS.search(test) else (test,)
+                    condition = () if _UNRECORDED_CONDITION_PATTERN.search(test) else (test,)
                     waiting.append((node.body, scope, (*conditions, *condition)))
                     waiting.append((node.orelse, scope, (*conditions, *(f"not ({t})" for t in condition))))
                 else:
@@ -127,7 +129,7 @@ def find_in_package(
     """Return a framework package's monkey patches on these targets, wherever megatron defines them."""
     source_files, wanted_names = (
         _read_source_files(package),
-        {pair for target in targets for pair in _iter_bound_names(target, megatron)},
+        {pair for target in targets for pair in _iter_target_and_definition_names(target, megatron)},
     )
     attribute = "|".join(sorted({re.escape(name) for _, name in wanted_names}))
     assignment = re.compile(
@@ -143,7 +145,7 @@ def find_in_package(
     return tuple(sorted(patches, key=lambda patch: (patch.target, patch.location)))
 
 
-def _iter_bound_names(target: str, megatron: Definitions) -> Iterator[tuple[str, str]]:
+def _iter_target_and_definition_names(target: str, megatron: Definitions) -> Iterator[tuple[str, str]]:
     """Yield (module, last part of the name) of a target, and of the place where it is defined."""
     module, _, name = target.partition(":")
     yield module, name.rpartition(".")[2]
@@ -159,7 +161,7 @@ def _read_source_files(package: Package) -> list[_SourceFile]:
     top = _find_import_root(package.path)
     source_files, size = [], 0
     for number, file in enumerate(sorted(package.path.rglob("*.py"))):
-        data = files.read_text(file, _MAX_FILE_BYTES) or ""
+        data = files.read_text_if_small(file, _MAX_FILE_BYTES) or ""
         size += len(data)
         if number >= _MAX_FILES or size >= _MAX_BYTES:
             break
@@ -193,11 +195,11 @@ def _iter_file_patches(
             if function is None:
                 target = _resolve_target(base, name, statement.scope, source_file, megatron)
             else:
-                target = _resolve_method_target(name, statement, source_file, megatron)
+                target = _resolve_target_by_isinstance(name, statement, source_file, megatron)
             if target is None or (target[0], name) not in wanted_names:
                 continue
             code = _find_code(function or value, statement.scope, source_file, package)
-            conditions, call_sites = _trace_calls(statement, source_file, source_files)
+            conditions, call_sites = _find_conditions_and_callers(statement, source_file, source_files)
             if function is not None:
                 conditions = (*conditions, f"this {target[1].partition('.')[0]} is passed to the call")
             yield MonkeyPatch(
@@ -242,7 +244,7 @@ def _resolve_dotted_name(
         return str(key_node.value) if known and isinstance(key_node, ast.Constant) else None
     if not isinstance(value, ast.Name):
         return None
-    for node in reversed(scope.find_bindings(value.id)):
+    for node in reversed(scope.find_nearest_bindings(value.id)):
         if isinstance(node, ast.ImportFrom):
             return f"{resolve_import(node, source_file.package)}.{node.names[0].name}"
         if isinstance(node, ast.Import):
@@ -286,7 +288,7 @@ def _extract_bound_function(value: ast.expr, owner: ast.expr) -> ast.expr | None
     return function if [ast.unparse(arg) for arg in bound_to] == [ast.unparse(owner)] else None
 
 
-def _resolve_method_target(
+def _resolve_target_by_isinstance(
     name: str, statement: _Statement, source_file: _SourceFile, megatron: Definitions
 ) -> tuple[str, str] | None:
     """Return (module, name in it) of an object's method, by the class that the code checks it for; else None.
@@ -294,7 +296,7 @@ def _resolve_method_target(
     The check is an `isinstance(model, GPTModel)` in the function around the statement, or in a function of
     the file that it calls.
     """
-    function = _find_outermost_function(statement)[1]
+    function = _find_outermost_function_and_conditions(statement)[1]
     if function is None:
         return None
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
@@ -303,7 +305,7 @@ def _resolve_method_target(
         (call.args[1], other.scope)
         for other in source_file.statements
         if isinstance(other.node, ast.If)
-        and getattr(_find_outermost_function(other)[1], "name", None) in function_names
+        and getattr(_find_outermost_function_and_conditions(other)[1], "name", None) in function_names
         for call in ast.walk(other.node.test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance" and len(call.args) == 2
     ]
@@ -317,7 +319,7 @@ def _find_code(value: ast.expr, scope: _Scope, source_file: _SourceFile, package
     if isinstance(value, ast.Call) and len(value.args) == 1 and ast.unparse(value.func) == "staticmethod":
         value = value.args[0]
     if isinstance(value, ast.Name):
-        for node in reversed(scope.find_bindings(value.id)):
+        for node in reversed(scope.find_nearest_bindings(value.id)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 return node
     dotted = (
@@ -346,13 +348,13 @@ def _wraps(code: CodeNode, name: str, scope: _Scope) -> bool:
         for node in (
             ast.walk(enclosing.node) if not isinstance(enclosing.node, ast.Module) else enclosing.node.body
         ):
-            if isinstance(node, ast.Assign) and _reads(node.value, name):
+            if isinstance(node, ast.Assign) and _is_attribute_access(node.value, name):
                 saved |= {t.id if isinstance(t, ast.Name) else getattr(t, "attr", "") for t in node.targets}
     mentioned = {n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in ast.walk(code)}
     return bool((saved - {"", name}) & mentioned)
 
 
-def _reads(value: ast.expr, name: str) -> bool:
+def _is_attribute_access(value: ast.expr, name: str) -> bool:
     """Return whether a value is `something.name`, or `getattr(something, "name", ...)`."""
     if isinstance(value, ast.Attribute):
         return value.attr == name
@@ -360,11 +362,11 @@ def _reads(value: ast.expr, name: str) -> bool:
     return is_getattr and isinstance(value.args[1], ast.Constant) and value.args[1].value == name  # type: ignore[attr-defined]
 
 
-def _trace_calls(
+def _find_conditions_and_callers(
     statement: _Statement, source_file: _SourceFile, source_files: list[_SourceFile]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (conditions, places of the calls) on the way to a statement; no places if an import runs it."""
-    conditions, function = _find_outermost_function(statement)
+    conditions, function = _find_outermost_function_and_conditions(statement)
     if function is None:
         return conditions, ()
     calls = _find_calls(function.name, source_file, source_files)
@@ -375,8 +377,8 @@ def _trace_calls(
             f"{decorators[0]}...) applies it" if decorators else f"{function.name}() is called",
         ), ()
     call_sites = tuple(f"{file.path}:{call.node.lineno}" for call, file in calls)
-    for hop in range(_MAX_HOPS):
-        callers = [(*_find_outermost_function(call), file) for call, file in calls]
+    for hop in range(_MAX_CALLER_HOPS):
+        callers = [(*_find_outermost_function_and_conditions(call), file) for call, file in calls]
         nearest, function, source_file = min(callers, key=lambda way: (len(way[0]), way[1] is not None))
         if hop == 0 or function is None:
             conditions = (*nearest, *conditions)
@@ -388,7 +390,7 @@ def _trace_calls(
     return tuple(dict.fromkeys(conditions)), call_sites
 
 
-def _find_outermost_function(statement: _Statement) -> tuple[tuple[str, ...], CodeNode | None]:
+def _find_outermost_function_and_conditions(statement: _Statement) -> tuple[tuple[str, ...], CodeNode | None]:
     """Return (conditions, the outermost function) around a statement; None at the top of its module."""
     conditions, function = statement.conditions, None
     for scope in statement.scope.iter_enclosing():
@@ -418,7 +420,9 @@ def _is_call_of(
     """Return whether the called expression names `name` of `definition_file`, as far as the names tell."""
     if ast.unparse(called).rpartition(".")[2] != name:
         return False
-    if isinstance(called, ast.Name) and any(isinstance(n, CodeNode) for n in scope.find_bindings(name)):
+    if isinstance(called, ast.Name) and any(
+        isinstance(n, CodeNode) for n in scope.find_nearest_bindings(name)
+    ):
         return source_file is definition_file
     dotted = _resolve_dotted_name(called, scope, source_file)
     if dotted is None:  # a method of an object, where the function is a method

@@ -176,7 +176,7 @@ def list_pending_modules() -> tuple[str, ...]:
     return _state.hook.list_pending_modules()
 
 
-def find_early_imports(plan: PatchPlan) -> list[str]:
+def describe_unpatchable_references(plan: PatchPlan) -> list[str]:
     """Return the planned functions that other packages hold by value already: no patch reaches them."""
     early_imports = []
     for step in plan.steps:
@@ -203,9 +203,7 @@ def _undo_all() -> None:
 def _undo(replaced: list[_ReplacedAttribute]) -> None:
     """Take these replacements back, the latest first."""
     for attribute in reversed(replaced):
-        original = (
-            _unwrap_descriptor(attribute.raw_original) if attribute.raw_original is not _ABSENT else None
-        )
+        original = _unwrap_method(attribute.raw_original) if attribute.raw_original is not _ABSENT else None
         for module, name in attribute.references:
             setattr(module, name, original)
         if attribute.raw_original is _ABSENT:
@@ -233,11 +231,9 @@ def _replace_attribute(module: ModuleType, step: PatchStep) -> _ReplacedAttribut
     raw_original = _get_raw_attribute(owner, name)
     original = getattr(owner, name, None)
     if inspect.isfunction(original) or inspect.ismethod(original):
-        _check_code(module, original, step)
+        _check_planned_code_file(module, original, step)
     inherited = raw_original is _ABSENT and original is not None
-    wrapped = _load_wrapper(step)(
-        _unwrap_descriptor(original) if inherited else _unwrap_descriptor(raw_original)
-    )
+    wrapped = _load_wrapper(step)(_unwrap_method(original) if inherited else _unwrap_method(raw_original))
     replacement = (
         type(raw_original)(wrapped) if isinstance(raw_original, staticmethod | classmethod) else wrapped
     )
@@ -261,7 +257,7 @@ def _get_raw_attribute(owner: Any, name: str) -> Any:
     return vars(owner).get(name, _ABSENT)
 
 
-def _unwrap_descriptor(raw: Any) -> Any:
+def _unwrap_method(raw: Any) -> Any:
     """Return the function in a static or class method, for a wrapper; None for _ABSENT."""
     if raw is _ABSENT:
         return None
@@ -288,7 +284,7 @@ def _check_file(module: ModuleType, step: PatchStep) -> None:
         raise PatchError(f"{step.patch}: {file} differs from the file that the patches were planned for")
 
 
-def _check_code(module: ModuleType, original: Any, step: PatchStep) -> None:
+def _check_planned_code_file(module: ModuleType, original: Any, step: PatchStep) -> None:
     """Raise PatchError where the code below all wrappers is not upstream's own."""
     code = getattr(inspect.unwrap(original), "__code__", None)
     file = Path(code.co_filename) if code else Path()

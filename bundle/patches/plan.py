@@ -19,7 +19,7 @@ from bundle.patches.entry import Decision, PatchAction, Replacement
 from bundle.patches.megatron_core import MegatronCore, ReviewTable
 from bundle.patches.source import SourceTree
 
-_PACKAGE_ROOT = Path(__file__).parents[2]  # the directory that holds the package `bundle`
+_PACKAGE_PARENT_DIRECTORY = Path(__file__).parents[2]  # the directory that holds the package `bundle`
 
 
 class Survey(NamedTuple):
@@ -29,13 +29,13 @@ class Survey(NamedTuple):
     decisions: tuple[Decision, ...]
     read_modules: tuple[str, ...] = ()
 
-    def check(self) -> None:
+    def raise_for_blocking_decisions(self) -> None:
         """Raise UsageError for a recipe that meets traps, PatchError for a patch that cannot be applied."""
         stopping = [decision for decision in self.decisions if decision.stops]
-        if traps := [decision.problem for decision in stopping if decision.action is PatchAction.TRAP]:
+        if traps := [decision.reason_line for decision in stopping if decision.action is PatchAction.TRAP]:
             raise UsageError("This recipe meets known defects of this megatron-core:", traps)
         if stopping:
-            problems = [decision.problem for decision in stopping]
+            problems = [decision.reason_line for decision in stopping]
             raise PatchError("The job needs patches that cannot be applied:", problems)
 
     @property
@@ -81,11 +81,15 @@ def survey_patches(
         vouched=None if vouched is None else frozenset(vouched),
     )
     reader = core.build_reader(table)
-    decisions = [decision_rules.decide(patch, reader.read(patch), job) for patch in PATCHES]
+    decisions = [decision_rules.decide_patch(patch, reader.read(patch), job) for patch in PATCHES]
     other_decisions = [decision_rules.decide_trap(trap, reader.read(trap), job) for trap in TRAPS]
-    other_decisions += [decision_rules.decide_seam(seam, reader.read_seam(seam), job) for seam in SEAMS]
+    other_decisions += [
+        decision_rules.find_seam_drift(seam, reader.read_unreviewed_seam(seam), job) for seam in SEAMS
+    ]
     decisions += [decision for decision in other_decisions if decision is not None]
-    return Survey(core, decision_rules.mark_conflicts(decisions, patches_by_id), reader.list_read_modules())
+    return Survey(
+        core, decision_rules.mark_conflicts(decisions, patches_by_id), reader.list_consulted_modules()
+    )
 
 
 def build_context(
@@ -95,7 +99,7 @@ def build_context(
     return PatchContext(
         version=core.version,
         backend=backend,
-        features=_with_assumed_features(features, backend),
+        features=_with_resolved_auto_attention(features, backend),
         packages=_read_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
         mindspeed=(package.commit,) if (package := stack.find_package("mindspeed")) else None,
         unread_patcher=f"MegatronAdaptor {adaptor.version or 'of no version'}"
@@ -107,7 +111,7 @@ def build_context(
 
 def _predict_mindspeed_commit(version: str | None, *, trains_with_mindspeed: bool) -> tuple[str] | None:
     """Return the commit of the MindSpeed that a job of ours would have where none is installed."""
-    branch = mindspeed.find_branch(version) if trains_with_mindspeed and version else None
+    branch = mindspeed.find_branch_by_megatron_version(version) if trains_with_mindspeed and version else None
     return (branch.commit,) if branch else None
 
 
@@ -117,7 +121,9 @@ def _read_versions(stack: Packages, names: Collection[str]) -> dict[str, str]:
     return {name: package.version for name, package in packages.items() if package and package.version}
 
 
-def _with_assumed_features(features: frozenset[str] | None, backend: str | None) -> frozenset[str] | None:
+def _with_resolved_auto_attention(
+    features: frozenset[str] | None, backend: str | None
+) -> frozenset[str] | None:
     """Return the features, with what `attention: auto` is taken for: on an accelerator, flash attention."""
     if features is None or "attention-auto" not in features or backend == "cpu":
         return features
@@ -147,7 +153,7 @@ class PatchStep:
     everywhere: bool  # modules that imported it by value get the replacement too
 
 
-_STEP_TYPES = {item.name: item.type for item in fields(PatchStep)}
+_STEP_FIELD_TYPES = {item.name: item.type for item in fields(PatchStep)}
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class PatchPlan:
         tuple[str, str], ...
     ] = ()  # (module, digest of its file) of all that was read; "": not there
 
-    def get_agreed_fields(self) -> dict[str, str]:
+    def get_rank_invariant_fields(self) -> dict[str, str]:
         """Return the values by name that every rank must agree on: no paths, no host names."""
         agreed = {"megatron-core": _format_version(self.version, self.commit)}
         for patch_id, action in self.decisions:
@@ -173,7 +179,7 @@ class PatchPlan:
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all fields."""
-        return digest_json(self.get_agreed_fields())
+        return digest_json(self.get_rank_invariant_fields())
 
     def find_mismatches(self, core: MegatronCopy) -> Iterator[str]:
         """Yield each way in which a megatron-core, or this package, differs from the one in the plan."""
@@ -192,7 +198,10 @@ class PatchPlan:
         for step in self.steps:
             if (step.patch, step.target, step.wrapper) not in known_steps:
                 yield f"patch {step.patch} of {step.target} is in the job, but not in this mcore-bundle"
-            elif source.compute_digest(_PACKAGE_ROOT, step.wrapper.partition(":")[0]) != step.wrapper_digest:
+            elif (
+                source.compute_digest(_PACKAGE_PARENT_DIRECTORY, step.wrapper.partition(":")[0])
+                != step.wrapper_digest
+            ):
                 yield f"{step.patch}: {step.wrapper.partition(':')[0]} differs here"
 
     def dump(self) -> dict[str, Any]:
@@ -220,7 +229,7 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
             name
             for step in steps
             for name, value in asdict(step).items()
-            if type(value) is not _STEP_TYPES[name]
+            if type(value) is not _STEP_FIELD_TYPES[name]
         ]:
             raise ValueError(f"steps: {wrong_fields[0]} has the wrong type")
         module_digests = tuple((str(module), str(digest)) for module, digest in document["read"].items())
@@ -236,8 +245,11 @@ def _format_version(version: str | None, commit: str | None) -> str:
 
 
 def build_patch_plan(patch_survey: Survey) -> PatchPlan:
-    """Return the plan for the survey of a tree. Raises as `Survey.check`, and PatchError without a tree."""
-    patch_survey.check()
+    """Return the plan for the survey of a tree.
+
+    Raises as `Survey.raise_for_blocking_decisions`, and PatchError without a tree.
+    """
+    patch_survey.raise_for_blocking_decisions()
     root = patch_survey.core.root
     if root is None:
         version = patch_survey.core.version
@@ -267,7 +279,7 @@ def _build_step(patch_id: str, replacement: Replacement, definitions: Definition
     module, _, name = replacement.target.partition(":")
     root = definitions.tree.root
     wrapper_module = replacement.wrapper.partition(":")[0]
-    wrapper_digest = source.compute_digest(_PACKAGE_ROOT, wrapper_module)
+    wrapper_digest = source.compute_digest(_PACKAGE_PARENT_DIRECTORY, wrapper_module)
     if not wrapper_digest:
         raise PatchError(f"patch {patch_id}: the module of its wrapper, {wrapper_module}, does not exist")
     return PatchStep(
@@ -279,5 +291,5 @@ def _build_step(patch_id: str, replacement: Replacement, definitions: Definition
         code_file=definition.file,
         fingerprint=definition.fingerprint,
         wrapper_digest=wrapper_digest,
-        everywhere="." not in name and definition.module == module and definition.is_code,
+        everywhere="." not in name and definition.module == module and definition.is_function_or_class,
     )

@@ -44,7 +44,7 @@ class SourceTree:
             self._modules[name] = self._parse_file(name)
         return self._modules[name]
 
-    def list_read_modules(self) -> tuple[str, ...]:
+    def list_requested_modules(self) -> tuple[str, ...]:
         """Return the names of the modules that were asked for, including those that do not exist."""
         return tuple(sorted(self._modules))
 
@@ -52,7 +52,7 @@ class SourceTree:
         file = find_module_file(self.root, name)
         if file is None:
             return None
-        source = files.read_bytes(self.root / file, _MAX_MODULE_BYTES)
+        source = files.read_bytes_if_small(self.root / file, _MAX_MODULE_BYTES)
         if source is None:
             raise UnreadableSource(
                 f"{file} is not a readable regular file below {_MAX_MODULE_BYTES >> 20} MiB"
@@ -91,7 +91,7 @@ def find_module_file(root: Path, name: str) -> str | None:
 def compute_digest(root: Path, name: str) -> str:
     """Return 16 hexadecimal digits over the bytes of a module's file; "" where no file can be read."""
     file = find_module_file(root, name)
-    data = files.read_bytes(root / file, _MAX_MODULE_BYTES) if file else None
+    data = files.read_bytes_if_small(root / file, _MAX_MODULE_BYTES) if file else None
     return "" if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -124,7 +124,11 @@ def matches(pattern_node: ast.AST, node: ast.AST) -> bool:
         return isinstance(node, ast.expr)
     if type(pattern_node) is not type(node):
         return False
-    if isinstance(pattern_node, ast.Call) and isinstance(node, ast.Call) and _takes_any(pattern_node):
+    if (
+        isinstance(pattern_node, ast.Call)
+        and isinstance(node, ast.Call)
+        and _has_only_ellipsis_argument(pattern_node)
+    ):
         return matches(pattern_node.func, node.func)
     return all(
         _matches_value(value, getattr(node, name, None))
@@ -145,7 +149,7 @@ def _matches_value(expected: object, actual: object) -> bool:
     return type(expected) is type(actual) and expected == actual
 
 
-def _takes_any(call: ast.Call) -> bool:
+def _has_only_ellipsis_argument(call: ast.Call) -> bool:
     return len(call.args) == 1 and isinstance(call.args[0], ast.Constant) and call.args[0].value is ...
 
 

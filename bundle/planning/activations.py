@@ -17,13 +17,15 @@ from bundle.planning.head import ID_BYTES, HeadBytes
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.size import BF16, FP32
 from bundle.recipe import Recipe
-from bundle.recipe.loss_chunks import choose_loss_chunk, count_local_logits
+from bundle.recipe.loss_chunks import choose_loss_chunk, compute_local_vocab_size
 from bundle.recipe.recipe import VisionSection as VisionSection
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
-SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
+SHIFTED_GATE_SOURCE_PREDICATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
 # Earlier releases never recompute MTP layers.
-MTP_RECOMPUTATION = SourcePredicate("transformer/multi_token_prediction.py", "_checkpointed_forward", "0.14")
+MTP_RECOMPUTATION_SOURCE_PREDICATE = SourcePredicate(
+    "transformer/multi_token_prediction.py", "_checkpointed_forward", "0.14"
+)
 DELTA_NET_CHUNK = 64  # rows that a gated delta net takes at once
 
 
@@ -41,7 +43,7 @@ class ActivationBytes(NamedTuple):
     in_flight: tuple[int, ...]
 
     @property
-    def total(self) -> int:
+    def peak(self) -> int:
         """The largest number of bytes at one moment."""
         return self.saved + self.transient
 
@@ -68,7 +70,7 @@ class SavedForBackward(NamedTuple):
             width * self.element_bytes + FP32 if self.is_fused else (2 - self.is_frozen) * width * FP32 + FP32
         )
 
-    def count_gate_bytes(self, width: int) -> int:
+    def count_swiglu_bytes(self, width: int) -> int:
         """Return the bytes of silu(a) * b, whose two halves are `width` wide.
 
         Fused, it saves the halves alone; else silu(a) too, and b where it is shifted. A clamped gate saves
@@ -79,7 +81,7 @@ class SavedForBackward(NamedTuple):
         unfused = 4 if self.has_shifted_gate else 3
         return (2 if self.is_fused else unfused) * width * self.element_bytes
 
-    def count_weighting_bytes(self, width: int) -> int:
+    def count_router_weighting_bytes(self, width: int) -> int:
         """Return the bytes of the product with a router weight, a part of the gate where that is fused."""
         return FP32 if self.is_fused else width * self.element_bytes
 
@@ -104,7 +106,7 @@ class SavedForBackward(NamedTuple):
             return rows**2 * FP32
         return 0 if self.is_fused or cp == 1 else (rows // 2) ** 2 * (2 * cp + 1) * FP32
 
-    def count_recomputed_attention_bytes(self, heads: int, width: int, value_width: int, cp: int) -> int:
+    def count_attention_bytes_without_qkv(self, heads: int, width: int, value_width: int, cp: int) -> int:
         """Return the bytes of attention whose queries, keys and values are discarded after it and recomputed.
 
         Unfused, only tensors that were not copied can be discarded: queries and keys of a model in fp32.
@@ -129,7 +131,7 @@ class LayerBytes:
         self.saved = SavedForBackward(
             size,
             traits.fused_kernels,
-            has_shifted_gate=code.has(SHIFTED_GATE),
+            has_shifted_gate=code.has(SHIFTED_GATE_SOURCE_PREDICATE),
             has_clamped_gate=recipe.architecture.gate_limit is not None,
             has_sinks=recipe.architecture.sinks,
             is_frozen=recipe.model.lora is not None,
@@ -145,7 +147,7 @@ class LayerBytes:
             self.stream_bytes,
             size,
             recipe.architecture.hidden_size,
-            count_local_logits(recipe),
+            compute_local_vocab_size(recipe),
             choose_loss_chunk(recipe),
             is_dpo=recipe.dpo is not None,
             is_frozen=recipe.model.lora is not None,
@@ -166,7 +168,9 @@ class LayerBytes:
         )
         # No release recomputes MTP layers by blocks.
         self.recomputes_mtp = bool(
-            self.full_recompute and self.full_recompute.method == "uniform" and code.has(MTP_RECOMPUTATION)
+            self.full_recompute
+            and self.full_recompute.method == "uniform"
+            and code.has(MTP_RECOMPUTATION_SOURCE_PREDICATE)
         )
 
     def list_layer_bytes(self, chunk: ModelChunk) -> list[int]:
@@ -174,7 +178,7 @@ class LayerBytes:
         a = self.recipe.architecture
         nets = a.delta_net.layers if a.delta_net else (0,) * a.num_layers
         return [
-            self.count_layer_bytes(bool(a.layer_pattern[number]), a.delta_net if nets[number] else None)
+            self.count_layer_bytes(bool(a.moe_layer_pattern[number]), a.delta_net if nets[number] else None)
             for number in chunk.layers
         ]
 
@@ -187,7 +191,7 @@ class LayerBytes:
                 "self_attention", "qkv", "q_proj", "q_down_proj", "kv_down_proj"
             ),
         )
-        attention = self._count_latent_bytes(latent) if latent else self._count_attention_bytes()
+        attention = self._count_mla_bytes(latent) if latent else self._count_attention_bytes()
         if delta_net is not None:
             attention = self._count_delta_net_bytes(delta_net)
         # A router keeps its input, frozen or not; a recomputed part keeps its own input.
@@ -199,7 +203,7 @@ class LayerBytes:
             first
             + attention
             + second
-            + (self._count_expert_bytes() if has_experts else self._count_dense_bytes())
+            + (self._count_moe_bytes() if has_experts else self._count_dense_bytes())
         )
         return total + (self._count_adapter_bytes(has_experts) if delta_net is None else 0)
 
@@ -250,7 +254,7 @@ class LayerBytes:
         total = self._count_rotation_bytes(round(width * a.rotary_fraction))
         if a.qk_layernorm:
             total += self.tokens * (heads + groups) * self.saved.count_norm_bytes(width)
-        out = heads * width * size * self._keeps_output()
+        out = heads * width * size * self._is_attention_output_saved()
         if a.output_gate:  # what is multiplied, and the gate in fp32
             total += self.tokens * heads * width * (size + 2 * FP32)
         if "core_attn" in self.recomputed_modules:
@@ -261,7 +265,7 @@ class LayerBytes:
             self.saved.count_attention_bytes(heads, groups, width, width, self.cp) + out
         )
 
-    def _count_latent_bytes(self, mla: MLA) -> int:
+    def _count_mla_bytes(self, mla: MLA) -> int:
         heads, size = (
             self.recipe.architecture.num_attention_heads // self.recipe.parallel.tp,
             self.saved.element_bytes,
@@ -277,11 +281,11 @@ class LayerBytes:
                 recomputes_up and self.traits.fused_norms
             )
             total += self.stream_tokens * (self.saved.count_norm_bytes(rank) + rereads_input * rank * size)
-        out = heads * value * size * self._keeps_output()
+        out = heads * value * size * self._is_attention_output_saved()
         if "core_attn" in self.recomputed_modules:
             attention_bytes = heads * (2 * width + value) * size
         elif recomputes_up:
-            attention_bytes = self.saved.count_recomputed_attention_bytes(heads, width, value, self.cp)
+            attention_bytes = self.saved.count_attention_bytes_without_qkv(heads, width, value, self.cp)
         else:
             attention_bytes = self.saved.count_attention_bytes(heads, heads, width, value, self.cp)
         mask = (
@@ -320,9 +324,9 @@ class LayerBytes:
         if "mlp" in self.recomputed_modules:
             # Its input is the norm's output, or the norm's own input where the norm is part of it.
             return -self.stream_bytes if self.traits.fused_norms else 0
-        return self._count_gate_bytes(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp, "mlp")
+        return self._count_swiglu_bytes(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp, "mlp")
 
-    def _keeps_output(self) -> bool:
+    def _is_attention_output_saved(self) -> bool:
         """Return whether attention's output stays: the projection or the kernel itself reads it again."""
         kernel = (
             self.traits.fused_kernels
@@ -331,14 +335,14 @@ class LayerBytes:
         )
         return kernel or self._rereads_input("self_attention", "proj")
 
-    def _count_gate_bytes(self, rows: int, width: int, module: str) -> int:
+    def _count_swiglu_bytes(self, rows: int, width: int, module: str) -> int:
         """Return the bytes of a gate and, where it is read again, of the input of the product after it."""
         return rows * (
-            self.saved.count_gate_bytes(width)
+            self.saved.count_swiglu_bytes(width)
             + width * self.saved.element_bytes * self._rereads_input(module, "fc2")
         )
 
-    def _count_expert_bytes(self) -> int:
+    def _count_moe_bytes(self) -> int:
         """Return the bytes of the router, dispatched tokens, experts and shared experts."""
         moe, parallel = self.recipe.architecture.moe, self.recipe.parallel
         assert moe is not None
@@ -350,12 +354,12 @@ class LayerBytes:
         if "moe_act" in self.recomputed_modules:
             inner = copies * 2 * width * self.saved.element_bytes
         else:
-            inner = self._count_gate_bytes(
+            inner = self._count_swiglu_bytes(
                 copies, width, "experts"
-            ) + copies * self.saved.count_weighting_bytes(width)
+            ) + copies * self.saved.count_router_weighting_bytes(width)
         shared = 0
         if moe.shared_ffn_hidden_size and "shared_experts" not in self.recomputed_modules:
-            shared = self._count_gate_bytes(
+            shared = self._count_swiglu_bytes(
                 self.tokens, moe.shared_ffn_hidden_size // parallel.tp, "shared_experts"
             )
         dispatched = copies * self.recipe.architecture.hidden_size * self.saved.element_bytes
@@ -410,7 +414,7 @@ def estimate_activations(
         saved=sum(size * count for size, count in zip(sizes, in_flight_counts, strict=True)),
         transient=max(
             max(
-                _count_recomputed_bytes(layer_bytes, chunk),
+                _compute_recompute_peak_bytes(layer_bytes, chunk),
                 layer_bytes.workspace_bytes,
                 layer_bytes.head.count_transient_bytes(chunk.losses),
             )
@@ -441,11 +445,11 @@ def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
         layer_bytes.tokens * ID_BYTES
         + _count_tower_bytes(layer_bytes.recipe, layer_bytes.saved.element_bytes)
     ) * chunk.embedding
-    trunk = _count_decoder_bytes(layer_bytes, chunk) + chunk.final_norm * _count_norm_bytes(layer_bytes)
+    trunk = _count_decoder_bytes(layer_bytes, chunk) + chunk.final_norm * _count_final_norm_bytes(layer_bytes)
     return (
         embedding
         + trunk
-        + chunk.mtp_layers * _count_mtp_bytes(layer_bytes)
+        + chunk.mtp_layers * _count_mtp_depth_total_bytes(layer_bytes)
         + layer_bytes.head.count_saved_bytes(chunk.losses)
     )
 
@@ -479,7 +483,7 @@ def _count_decoder_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     return -(-len(layer_sizes) // unit) * layer_bytes.stream_bytes
 
 
-def _count_recomputed_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _compute_recompute_peak_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     """Return the bytes that recomputation brings back at a time.
 
     These are the layers of one unit, one MTP layer, or the probabilities of attention.
@@ -494,7 +498,7 @@ def _count_recomputed_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     return max(units, default=0)
 
 
-def _count_mtp_bytes(layer_bytes: LayerBytes) -> int:
+def _count_mtp_depth_total_bytes(layer_bytes: LayerBytes) -> int:
     """Return the bytes that one depth of multi-token prediction leaves: ids, and the layer or its inputs.
 
     The ids are those for its embedding.
@@ -506,17 +510,17 @@ def _count_mtp_bytes(layer_bytes: LayerBytes) -> int:
 
 def _count_mtp_layer_bytes(layer_bytes: LayerBytes) -> int:
     """Return the bytes of one MTP depth: the join of its embedding with the trunk, a layer, a norm."""
-    joined = 2 * _count_norm_bytes(layer_bytes) + 2 * layer_bytes.stream_bytes * (
+    joined = 2 * _count_final_norm_bytes(layer_bytes) + 2 * layer_bytes.stream_bytes * (
         layer_bytes.adapted_matrices is None
     )
     return (
         joined
-        + layer_bytes.count_layer_bytes(bool(layer_bytes.recipe.architecture.layer_pattern[-1]))
-        + _count_norm_bytes(layer_bytes)
+        + layer_bytes.count_layer_bytes(bool(layer_bytes.recipe.architecture.moe_layer_pattern[-1]))
+        + _count_final_norm_bytes(layer_bytes)
     )
 
 
-def _count_norm_bytes(layer_bytes: LayerBytes) -> int:
+def _count_final_norm_bytes(layer_bytes: LayerBytes) -> int:
     """Return the bytes of the norm behind the decoder, or behind an MTP layer."""
     return layer_bytes.stream_tokens * layer_bytes.saved.count_norm_bytes(
         layer_bytes.recipe.architecture.hidden_size

@@ -6,7 +6,7 @@ from bundle.planning.size import FP32
 
 ID_BYTES = 8  # bytes of a token's id, and of an expert's number
 # Of a token whose loss is computed in chunks: its column, whether that is local, norm, entropy and a factor.
-SCORE_BYTES = ID_BYTES + 1 + 3 * FP32
+CHUNKED_LOSS_BYTES_PER_TOKEN = ID_BYTES + 1 + 3 * FP32
 
 
 class HeadBytes(NamedTuple):
@@ -34,7 +34,7 @@ class HeadBytes(NamedTuple):
         """
         if self.chunk is not None:
             inputs = self.hidden_size * self.element_bytes
-            return losses * self.tokens * (inputs + ID_BYTES + SCORE_BYTES)
+            return losses * self.tokens * (inputs + ID_BYTES + CHUNKED_LOSS_BYTES_PER_TOKEN)
         scored = losses > 0 and self.is_dpo
         logit_bytes = self.local_logits * ((losses - scored) * FP32 + scored * self.element_bytes)
         inputs = 0 if self.is_frozen else self.stream_bytes

@@ -12,15 +12,15 @@ from bundle import files, hub, pretrained
 from bundle.architectures.contents import has_tokenizer
 from bundle.errors import ExitCode, UsageError
 from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
-from bundle.planning.rewards import find_reward_problems, list_reward_files
-from bundle.planning.servers import find_rollout_problems
+from bundle.planning.rewards import find_reward_problems, list_reward_keys_and_files
+from bundle.planning.servers import find_rollout_machine_problems
 from bundle.pretrained.directory import explain_tiktoken_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
-from bundle.recipe.datafiles import STDLIB, expand, find_index, needs_pyarrow
+from bundle.recipe.datafiles import STDLIB_PATH_KEYWORD, expand, needs_pyarrow, normalize_to_index_path
 from bundle.recipe.rules import explain_unfit_source
 
-_TOKENIZER_BYTES = 2**28  # published ones have some 2**25
+_MAX_TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 
 class InitialWeights(NamedTuple):
@@ -63,27 +63,27 @@ def find_input_problems(
 
     `initial_weights` is what the model begins with, where that was inspected before.
     """
-    yield from find_missing_files(recipe)
+    yield from find_non_weight_problems(recipe)
     yield from (initial_weights or inspect_weights(recipe)).problems
     yield from _find_write_problems("run directory", directory, "--run-directory")
     if recipe.data.cache is not None:
         yield from _find_write_problems("data.cache", Path(recipe.data.cache), "data.cache")
 
 
-def find_missing_files(recipe: Recipe) -> Iterator[Problem]:
+def find_non_weight_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of data and tokenizer here; another machine may have them or mount them."""
     yield from _find_data_problems(recipe)
     yield from _find_tokenizer_problems(recipe)
     yield from find_reward_problems(recipe)
-    yield from find_rollout_problems(recipe)
+    yield from find_rollout_machine_problems(recipe)
 
 
-def find_absent_inputs(recipe: Recipe) -> Iterator[Problem]:
+def find_input_problems_except_packages(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the data, the tokenizer and the weights here; other machines may have them.
 
     A package that is not installed here is not reported, because another machine may have it.
     """
-    problems = (*find_missing_files(recipe), *inspect_weights(recipe).problems)
+    problems = (*find_non_weight_problems(recipe), *inspect_weights(recipe).problems)
     yield from (problem for problem in problems if problem.code is ExitCode.USAGE)
 
 
@@ -95,7 +95,7 @@ class LocalInput(NamedTuple):
     paths: tuple[Path, ...]
 
 
-def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[LocalInput]:
+def find_existing_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[LocalInput]:
     """Yield the inputs of a job that are on this machine; `origin` is the checkpoint that it begins with."""
     kind, _, tokenizer = recipe.data.tokenizer.partition(":")
     lora = recipe.model.lora
@@ -104,7 +104,7 @@ def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[Lo
         ("model.lora.path", lora.path if lora else None),
         ("data.tokenizer", tokenizer if kind == "hf" else None),
         ("rl.rollout.path", recipe.rl.rollout.path if recipe.rl else None),
-        *list_reward_files(recipe),
+        *list_reward_keys_and_files(recipe),
         ("--from", str(origin) if origin else None),
     )
     for key, value in named_values:
@@ -112,9 +112,9 @@ def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[Lo
             yield LocalInput(key, value, (Path(value),))
     for key, data in _list_data(recipe).items():
         for value in data.path:
-            index_path = find_index(value, data.source)
+            index_path = normalize_to_index_path(value, data.source)
             paths = [index_path] if _is_present(Path(index_path)) else glob.glob(index_path, recursive=True)  # noqa: PTH207
-            if paths and value != STDLIB:
+            if paths and value != STDLIB_PATH_KEYWORD:
                 yield LocalInput(key, value, tuple(map(Path, paths)))
 
 
@@ -126,7 +126,7 @@ def _list_data(recipe: Recipe) -> dict[str, Data]:
     """Return all data that a job reads, by the key of its paths."""
     sets = {f"data.validation_sets.{name}.path": name for name in recipe.data.validation_sets}
     data = {"data.path": recipe.data} | {
-        key: recipe.with_validation_data(name).data for key, name in sets.items()
+        key: recipe.with_validation_set_as_data(name).data for key, name in sets.items()
     }
     if recipe.rl is not None and (settings := recipe.rl.evaluation) is not None:
         changes = {"path": settings.path, "source": settings.source or recipe.data.source, "weights": None}
@@ -136,9 +136,9 @@ def _list_data(recipe: Recipe) -> dict[str, Data]:
 
 def _find_data_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, data in _list_data(recipe).items():
-        for paths in data.data_sets:
+        for paths in data.training_set_paths:
             try:
-                sources = expand([path for path in paths if path != STDLIB], data.source, key)
+                sources = expand([path for path in paths if path != STDLIB_PATH_KEYWORD], data.source, key)
             except UsageError as error:
                 yield from map(to_recipe_problem, error.violations)
                 continue
@@ -155,7 +155,7 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
     Files that do not tell their ids are left to the ranks.
     """
     kind, _, location = recipe.data.tokenizer.partition(":")
-    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.find_local_path(location))
+    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.resolve_pinned_path(location))
     if kind != "hf":
         return
     if not files.is_directory(directory):
@@ -168,17 +168,17 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
     elif not has_tokenizer(directory):
         yield to_recipe_problem(f"data.tokenizer: {location!r} has no tokenizer file (tokenizer.json, ...)")
     yield from _find_package_problems("transformers", "data.tokenizer: hf:")
-    if (highest := _find_highest_id(directory / "tokenizer.json")) >= vocabulary:
+    if (highest := _find_highest_tokenizer_id(directory / "tokenizer.json")) >= vocabulary:
         yield to_recipe_problem(
             f"data.tokenizer: {location!r} has ids up to {highest}, but the model's vocab_size is"
             f" {vocabulary}"
         )
 
 
-def _find_highest_id(path: Path) -> int:
+def _find_highest_tokenizer_id(path: Path) -> int:
     """Return the highest id in a tokenizer.json, added tokens included; -1 where it tells no ids."""
     try:
-        tokenizer = json.loads(files.read_content(path, _TOKENIZER_BYTES))
+        tokenizer = json.loads(files.read_content(path, _MAX_TOKENIZER_BYTES))
         vocabulary: Any = tokenizer["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         added = [token["id"] for token in tokenizer.get("added_tokens") or ()]
@@ -195,7 +195,9 @@ def _find_package_problems(name: str, purpose: str) -> Iterator[Problem]:
 def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Problem]:
     """Yield the reason why a directory, which need not exist yet, cannot be written to."""
     try:
-        existing_path = next(path for path in (directory, *directory.parents) if _exists(path))
+        existing_path = next(
+            path for path in (directory, *directory.parents) if _is_existing_path_or_link(path)
+        )
         is_usable = existing_path.is_dir()
     except (OSError, ValueError) as error:
         yield to_recipe_problem(f"{label} {str(directory)[:200]}: {error}")
@@ -211,7 +213,7 @@ def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Prob
         )
 
 
-def _exists(path: Path) -> bool:
+def _is_existing_path_or_link(path: Path) -> bool:
     """Return whether a path exists, even as a link to nothing. Raise OSError or ValueError for a bad name."""
     try:
         path.lstat()

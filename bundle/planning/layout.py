@@ -30,7 +30,7 @@ class ModelChunk:
     losses: int  # that the head has to compute, its own and one of each MTP layer; 0 without it
 
     @property
-    def has_embedding_copy(self) -> bool:
+    def has_mtp_embedding_copy(self) -> bool:
         """True if the chunk holds a second embedding, which its MTP layers read and the first stage owns."""
         return self.mtp_layers > 0 and not self.embedding
 
@@ -110,7 +110,7 @@ def build_rank_layout(recipe: Recipe, world: int) -> RankLayout:
     expert = _build_axes(
         ("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.compute_expert_dp(world))
     )
-    microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_samples * dp))
+    microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_size_or_one * dp))
     stage_contents = parallel.compute_stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
     assert stage_contents is not None, "the rules of a recipe have asked"
     return RankLayout(

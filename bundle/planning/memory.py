@@ -30,7 +30,7 @@ from bundle.planning.rollout import RolloutBytes, estimate_rollout
 from bundle.planning.size import (
     BF16,
     DTYPE_BYTES,
-    FP8_WEIGHTS,
+    FP8_GEMM_WEIGHT_PATTERN,
     FP32,
     Parameter,
     list_parameters,
@@ -41,8 +41,8 @@ from bundle.recipe.sections import Optimizer
 
 # Experts whose tensor parallel size is not the dense one get the experts' groups even at ep 1; before, their
 # gradients are reduced like dense ones.
-EXPERT_GROUPS_BY_ETP = SourcePredicate("tensor_parallel/layers.py", "use_expert_pgs", "0.19")
-PARAMETER_MULTIPLE = 64
+ETP_EXPERT_GROUPS_SOURCE_MARKER = SourcePredicate("tensor_parallel/layers.py", "use_expert_pgs", "0.19")
+PARAMETER_START_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 # Share that a plan does not count: the device's context, communication buffers, workspaces, fragmentation.
 HEADROOM = 0.1
@@ -65,7 +65,7 @@ class StateBytes(NamedTuple):
     host: int = 0
 
     @property
-    def total(self) -> int:
+    def device_total(self) -> int:
         """All bytes on the device."""
         return sum(self) - self.host
 
@@ -79,19 +79,21 @@ class MemoryEstimate(NamedTuple):
     rollout: RolloutBytes = RolloutBytes()
 
     @property
-    def total(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes at the worst moment of a step: nothing is learned while answers are sampled."""
-        return max(self.learning, self.sampling)
+        return max(self.learning, self.sampling_peak)
 
     @property
     def learning(self) -> int:
         """Bytes at the peak of an update."""
-        return self.states.total + self.rollout.weights + self.rollout.overhead + self.activations.total
+        return self.states.device_total + self.rollout.weights + self.rollout.overhead + self.activations.peak
 
     @property
-    def sampling(self) -> int:
+    def sampling_peak(self) -> int:
         """Bytes at the peak of sampling and of a sync."""
-        return self.states.total + self.rollout.weights + self.rollout.overhead + self.rollout.transient
+        return (
+            self.states.device_total + self.rollout.weights + self.rollout.overhead + self.rollout.transient
+        )
 
 
 def estimate_memory(
@@ -111,17 +113,17 @@ def estimate_memory(
     )
 
 
-def find_rank_memory(hardware: Hardware, per_node: int) -> float | None:
+def find_device_or_host_memory(hardware: Hardware, per_node: int) -> float | None:
     """Return the bytes that a rank has: those of its device, or its share of the host; None: unknown."""
     if hardware.backend != "cpu":
-        return hardware.device_memory.value
+        return hardware.smallest_device_memory.value
     host = hardware.host.memory.value
     return None if host is None else host / per_node
 
 
 def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValue[int]) -> str | None:
     """Return a warning where the job fits by numbers but leaves little for what is not counted."""
-    worst = max((estimate.total for estimate in stages), default=0)
+    worst = max((estimate.peak_bytes for estimate in stages), default=0)
     if device.value is None or not device.value * (1 - HEADROOM) < worst <= device.value:
         return None
     return (
@@ -160,7 +162,7 @@ class ParameterBuffer(NamedTuple):
         of its own. Only a buffer that is divided between ranks (`is_divided`) is padded.
         """
         multiple, start_multiple = (
-            (math.lcm(ranks, BUCKET_MULTIPLE), PARAMETER_MULTIPLE) if is_divided else (1, 1)
+            (math.lcm(ranks, BUCKET_MULTIPLE), PARAMETER_START_MULTIPLE) if is_divided else (1, 1)
         )
         spans: list[BufferSpan] = []
         buckets: list[tuple[int, int]] = []
@@ -189,7 +191,7 @@ class ParameterBuffer(NamedTuple):
         """The size of the buffer, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
-    def find_share_changes(self) -> Iterator[tuple[int, int, int]]:
+    def iterate_rank_share_deltas(self) -> Iterator[tuple[int, int, int]]:
         """Yield where the part of a rank differs from that of the rank before it: (rank, elements, tensors).
 
         The part is what the rank keeps optimizer state for. Ranks are not counted one by one: between the
@@ -231,7 +233,7 @@ class StateBuffers(NamedTuple):
         )
         frozen_elements, fp8_elements = (
             tuple(sum(count_elements(recipe, chunk, traits) for chunk in chunks) for chunks in layout.stages)
-            for count_elements in (_count_frozen_elements, _count_fp8_elements)
+            for count_elements in (_count_frozen_elements, _count_fp8_gemm_elements)
         )
         return cls(
             layout,
@@ -247,19 +249,23 @@ class StateBuffers(NamedTuple):
         """Return the bytes of one rank."""
         pp = self.layout.find_axis("pp")
         stage, rank_in_stage = pp.find_rank_in_group(rank), rank % pp.stride
-        *_, sizes = (sizes for first, *sizes in self._list_shares(stage) if first <= rank_in_stage)
+        *_, sizes = (
+            sizes for first, *sizes in self._list_sizes_by_first_rank(stage) if first <= rank_in_stage
+        )
         return self._compute_bytes(stage, *sizes)
 
     def compute_largest_bytes(self, stage: int) -> StateBytes:
         """Return the bytes of the rank of a stage that needs the most: the padding falls on the others."""
-        candidates = (self._compute_bytes(stage, *sizes) for _, *sizes in self._list_shares(stage))
-        return max(candidates, key=lambda states: states.total)
+        candidates = (
+            self._compute_bytes(stage, *sizes) for _, *sizes in self._list_sizes_by_first_rank(stage)
+        )
+        return max(candidates, key=lambda states: states.device_total)
 
-    def _count_elements(self, stage: int) -> int:
+    def _count_buffer_elements(self, stage: int) -> int:
         """Return the sum of the sizes of a stage's buffers, padding included."""
         return sum(buffer.elements for buffers in self.stages[stage] for buffer in buffers)
 
-    def _list_shares(self, stage: int) -> list[tuple[int, int, int]]:
+    def _list_sizes_by_first_rank(self, stage: int) -> list[tuple[int, int, int]]:
         """Return (rank, elements, tensors) of optimizer state that a stage's ranks keep from that rank on."""
         if not self.optimizer.use_distributed_optimizer:
             spans = [span for buffers in self.stages[stage] for buffer in buffers for span in buffer.spans]
@@ -269,7 +275,7 @@ class StateBuffers(NamedTuple):
         changes = {0: (0, 0)}
         for buffers in self.stages[stage]:
             for buffer, stride in zip(buffers, strides, strict=True):
-                for share, elements, tensors in buffer.find_share_changes():
+                for share, elements, tensors in buffer.iterate_rank_share_deltas():
                     before = changes.get(share * stride, (0, 0))
                     changes[share * stride] = before[0] + elements, before[1] + tensors
         totals = accumulate(
@@ -281,14 +287,14 @@ class StateBuffers(NamedTuple):
         ]
 
     def _compute_bytes(self, stage: int, share: int, tensors: int) -> StateBytes:
-        elements, optimizer = self._count_elements(stage), self.optimizer
+        elements, optimizer = self._count_buffer_elements(stage), self.optimizer
         is_adam, states = optimizer.name == "adam", len(optimizer.state_names)
         master, moments = FP32 if self.is_bf16 else 0, states * FP32
         offloaded = 0
         if optimizer.optimizer_cpu_offload:  # whole tensors of a rank's share, until it is as much or more
             offloaded = math.ceil(share * optimizer.optimizer_offload_fraction)
         elif optimizer.use_precision_aware_optimizer:
-            moments = sum(DTYPE_BYTES[dtype] for dtype in optimizer.moment_types.values())
+            moments = sum(DTYPE_BYTES[dtype] for dtype in optimizer.moment_dtype_settings.values())
         return StateBytes(
             parameters=(elements + self.frozen_elements[stage]) * (BF16 if self.is_bf16 else FP32),
             gradients=elements * FP32,
@@ -311,12 +317,14 @@ def _count_frozen_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTrait
     )
 
 
-def _count_fp8_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) -> int:
+def _count_fp8_gemm_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) -> int:
     """Return the number of elements of a chunk's weights that FP8 products take; 0 without FP8."""
     if recipe.model.fp8 is None:
         return 0
     chunk_parameters = list_parameters(recipe.architecture, recipe.parallel, chunk, traits)
-    return sum(parameter.elements for parameter in chunk_parameters if FP8_WEIGHTS.search(parameter.name))
+    return sum(
+        parameter.elements for parameter in chunk_parameters if FP8_GEMM_WEIGHT_PATTERN.search(parameter.name)
+    )
 
 
 def _build_buffers(
@@ -325,7 +333,7 @@ def _build_buffers(
     """Return the (dense, expert) buffers of one chunk; either may be empty."""
     parallel, ranks = recipe.parallel, layout.find_axis_size("dp") * layout.find_axis_size("cp")
     has_etp_groups = recipe.model.lora is not None or code.has(
-        EXPERT_GROUPS_BY_ETP
+        ETP_EXPERT_GROUPS_SOURCE_MARKER
     )  # adapters are marked by us
     has_expert_buffer = parallel.ep > 1 or (parallel.etp != parallel.tp and has_etp_groups)
     trained_parameters = list_trained_parameters(recipe.architecture, parallel, chunk, traits, recipe.model)
@@ -353,7 +361,7 @@ def _choose_bucket_size(recipe: Recipe, layout: RankLayout, chunk: ModelChunk) -
     return options.bucket_size or max(40_000_000, 1_000_000 * layout.find_axis_size("dp"))
 
 
-def splits_shared_embedding_between_buckets(parameters: Sequence[Parameter], ranks: int) -> bool:
+def is_shared_embedding_across_buckets(parameters: Sequence[Parameter], ranks: int) -> bool:
     """Return whether a defect of megatron-core puts the shared embedding across a boundary of buckets.
 
     The bucket in front is closed at a multiple of lcm(ranks, 128). The embedding still starts where the
@@ -361,7 +369,7 @@ def splits_shared_embedding_between_buckets(parameters: Sequence[Parameter], ran
     """
     start = 0
     for parameter in reversed(parameters):
-        start = _round_up(start, PARAMETER_MULTIPLE)
+        start = _round_up(start, PARAMETER_START_MULTIPLE)
         if parameter.shared_embedding:
             return start % ranks == 0 and start % math.lcm(ranks, BUCKET_MULTIPLE) != 0
         start += parameter.elements

@@ -14,17 +14,17 @@ from bundle.planning.memory import MemoryEstimate
 from bundle.planning.plan import Plan
 from bundle.planning.size import DiskUsage, ModelSize
 from bundle.recipe import Recipe
-from bundle.recipe.completion import list_settings
+from bundle.recipe.completion import list_shown_settings
 from bundle.recipe.loss_chunks import choose_loss_chunk
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 _LABEL_WIDTH = 13
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values, without the commands that run it."""
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA_VERSION,
         "recipe": plan.recipe.dump(),
         "hardware": to_json_value(plan.hardware),
         "megatron": to_json_value(plan.megatron),
@@ -45,7 +45,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "checkpoint": {"bytes": plan.checkpoint_bytes},
         "export": {"bytes": plan.export_bytes} if plan.export_bytes else None,
         "loss": {"chunk_tokens": choose_loss_chunk(plan.recipe)},
-        "balancing": _build_balancing_json(plan.recipe),
+        "balancing": _build_expert_balancing_json(plan.recipe),
         "stages": [_build_stage_json(chunks, memory) for chunks, memory in _pair_stages(plan)],
         "attention": to_json_value(plan.attention),
         "patches": [to_json_value(decision) for decision in plan.patches.decisions],
@@ -74,7 +74,7 @@ def _build_axes_json(layout: RankLayout) -> dict[str, Any]:
     }
 
 
-def _build_balancing_json(recipe: Recipe) -> dict[str, Any] | None:
+def _build_expert_balancing_json(recipe: Recipe) -> dict[str, Any] | None:
     """Return the settings that balance experts; None where the model has none."""
     moe, chosen = recipe.architecture.moe, recipe.model.moe
     if moe is None:
@@ -104,8 +104,8 @@ def _build_stage_json(chunks: tuple[ModelChunk, ...], memory: MemoryEstimate) ->
             "rollout_passing": memory.rollout.transient,
             "rollout_overhead": memory.rollout.overhead,
             "learning": memory.learning,
-            "sampling": memory.sampling,
-            "total": memory.total,
+            "sampling": memory.sampling_peak,
+            "total": memory.peak_bytes,
         },
         "in_flight": list(memory.activations.in_flight),
     }
@@ -124,10 +124,10 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
         ("layout", list(_format_layout(plan))),
         ("length", [_format_training_length(plan)]),
         ("settings", format_settings(plan.recipe)),
-        ("validation", [_format_validation(plan.recipe)]),
-        ("step", [_format_step(plan), *_format_bubble(plan.layout)]),
-        ("loss", list(_format_loss(plan.recipe))),
-        ("experts", list(_format_experts(plan.recipe))),
+        ("validation", [_format_validation_data(plan.recipe)]),
+        ("step", [_format_step_tokens_and_flops(plan), *_format_bubble(plan.layout)]),
+        ("loss", list(_format_loss_chunks(plan.recipe))),
+        ("experts", list(_format_expert_balancing(plan.recipe))),
         (
             "stages",
             [
@@ -136,8 +136,8 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
             ],
         ),
         ("memory", list(_format_memory(plan))),
-        ("checkpoint", [_format_checkpoint(plan)]),
-        ("export", list(_format_exports(plan))),
+        ("checkpoint", [_format_checkpoint_disk_usage(plan)]),
+        ("export", list(_format_checkpoint_exports(plan))),
         ("patches", list(_format_patches(plan))),
         (
             "environment",
@@ -159,7 +159,7 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
     return "\n".join(lines)
 
 
-def _format_validation(recipe: Recipe) -> str:
+def _format_validation_data(recipe: Recipe) -> str:
     """Return the text about the data of validation."""
     share, named = recipe.data.validation, ", ".join(recipe.data.validation_sets)
     held_out = (
@@ -175,13 +175,17 @@ def _format_attention(plan: Plan) -> Iterator[str]:
         for candidate in capabilities.find_capabilities(plan.hardware.backend, plan.recipe.features).kernels
     }
     kernel, parallel = kernels.get(plan.attention.value), plan.recipe.parallel
-    if plan.recipe.data.packed and kernel is not None and (most := kernel.compute_pack_limit(parallel.cp)):
+    if (
+        plan.recipe.data.packed
+        and kernel is not None
+        and (most := kernel.compute_max_sequences_per_pack(parallel.cp))
+    ):
         yield f"a pack holds at most {most:,} sequences ({kernel.implementation})"
 
 
 def _format_operators(plan: Plan) -> Iterator[str]:
     can = capabilities.find_capabilities(plan.hardware.backend, plan.recipe.features)
-    for operator in can.list_operators(plan.recipe):
+    for operator in can.list_applicable_operators(plan.recipe):
         chosen = can.uses_operator(plan.recipe, operator.name)
         left_out = "torch's own, because model.operators leaves it out"
         yield f"{operator.name}: {f'{operator.implementation}: {operator.reason}' if chosen else left_out}"
@@ -209,7 +213,7 @@ def _format_model(size: ModelSize) -> str:
     return f"{_format_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}{trained}{frozen}"
 
 
-def _format_step(plan: Plan) -> str:
+def _format_step_tokens_and_flops(plan: Plan) -> str:
     """Return the tokens and FLOPs of a step, and its shortest time where the device's peak is known."""
     work = f"up to {plan.step_tokens:,} tokens, {_format_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
     work += " (without the vision tower)" if plan.recipe.architecture.vision else ""
@@ -229,7 +233,7 @@ def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
         )
 
 
-def _format_loss(recipe: Recipe) -> Iterator[str]:
+def _format_loss_chunks(recipe: Recipe) -> Iterator[str]:
     """Yield how the loss takes its tokens, if not all at once."""
     if (chunk := choose_loss_chunk(recipe)) is not None:
         yield f"in chunks of {chunk:,} tokens: the backward pass computes their logits again, to save memory"
@@ -252,20 +256,20 @@ def _format_training_length(plan: Plan) -> str:
     return f"{train.steps:,} steps, {train.steps * train.global_batch_size:,} samples"
 
 
-def _format_checkpoint(plan: Plan) -> str:
+def _format_checkpoint_disk_usage(plan: Plan) -> str:
     size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
-    total_size = format_bytes(size * plan.recipe.checkpoint.max_checkpoints)
+    total_size = format_bytes(size * plan.recipe.checkpoint.peak_disk_count)
     return f"{format_bytes(size)} each; {keep} are kept while the next is written: {total_size} of disk"
 
 
 def build_settings_json(recipe: Recipe) -> list[dict[str, Any]]:
     """Return the settings that decide how a recipe trains, and where each comes from."""
-    return [to_json_value(setting) for setting in list_settings(recipe.dump(), recipe.origins)]
+    return [to_json_value(setting) for setting in list_shown_settings(recipe.dump(), recipe.origins)]
 
 
 def format_settings(recipe: Recipe) -> list[str]:
     """Return the settings of a recipe for people, a line for each."""
-    settings = list(list_settings(recipe.dump(), recipe.origins))
+    settings = list(list_shown_settings(recipe.dump(), recipe.origins))
     width = max(len(setting.key) for setting in settings)
     return [f"{item.key:<{width}}  {_format_value(item.value)}  ({item.origin})" for item in settings]
 
@@ -275,7 +279,7 @@ def _format_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
 
 
-def _format_exports(plan: Plan) -> Iterator[str]:
+def _format_checkpoint_exports(plan: Plan) -> Iterator[str]:
     """Yield the text about the exports of the run, if there are any."""
     checkpoint, train = plan.recipe.checkpoint, plan.recipe.train
     if checkpoint.export is None:
@@ -323,7 +327,7 @@ def _format_layout(plan: Plan) -> Iterator[str]:
         return
     train, data = plan.recipe.train, plan.recipe.data
     count, rows = plan.layout.microbatches, plan.recipe.micro_batch_rows
-    if count * train.micro_batch_samples * plan.layout.find_axis_size("dp") == train.global_batch_size:
+    if count * train.micro_batch_size_or_one * plan.layout.find_axis_size("dp") == train.global_batch_size:
         batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         yield f"{batches} per step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
     experts = plan.recipe.architecture.moe is not None
@@ -334,7 +338,7 @@ def _format_layout(plan: Plan) -> Iterator[str]:
             yield f"{axis.name} {axis.size}: ranks {ranks}"
 
 
-def _format_experts(recipe: Recipe) -> Iterator[str]:
+def _format_expert_balancing(recipe: Recipe) -> Iterator[str]:
     """Yield how experts are balanced, where the model has any."""
     moe, chosen = recipe.architecture.moe, recipe.model.moe
     if moe is None:
@@ -357,7 +361,11 @@ def _format_experts(recipe: Recipe) -> Iterator[str]:
 
 def _format_chunk(chunk: ModelChunk) -> str:
     parts = (
-        ["embedding"] if chunk.embedding else ["embedding (copy for MTP)"] if chunk.has_embedding_copy else []
+        ["embedding"]
+        if chunk.embedding
+        else ["embedding (copy for MTP)"]
+        if chunk.has_mtp_embedding_copy
+        else []
     )
     if chunk.layers:
         first, last = chunk.layers[0], chunk.layers[-1]
@@ -386,14 +394,14 @@ def _format_memory(plan: Plan) -> Iterator[str]:
         elif stage.rollout.weights:
             parts.append("rollout engine {}, and {} more while answers are sampled".format(*rollout[:2]))
         host = f"; another {format_bytes(states.host)} offloaded to the host" if states.host else ""
-        yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}{host}"
+        yield f"{stage.stage}: {format_bytes(stage.peak_bytes)} = {', '.join(parts)}{host}"
         if plan.device_share is not None:
-            moments = format_bytes(stage.learning), format_bytes(stage.sampling)
+            moments = format_bytes(stage.learning), format_bytes(stage.sampling_peak)
             fraction = f"rl.rollout.mem_fraction_static {plan.device_share.chosen:g}"
             yield (f"{stage.stage}: {moments[0]} while training, {moments[1]} while sampling ({fraction})")
-    size = plan.hardware.device_memory
+    size = plan.hardware.smallest_device_memory
     if plan.memory and size.value is not None:
-        worst = max(stage.total for stage in plan.memory)
+        worst = max(stage.peak_bytes for stage in plan.memory)
         yield f"fullest rank: {worst / size.value:.0%} of {format_bytes(size.value)} ({size.reason})"
 
 

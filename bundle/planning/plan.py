@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from bundle import capabilities
-from bundle.architectures.config import IGNORED_KEYS
+from bundle.architectures.config import IGNORED_KEYS_TO_REPORT
 from bundle.capabilities import Capabilities, EnvVariable, KernelChoice, Peak
 from bundle.environment import packages
 from bundle.environment.hardware import PRESET_NAMES, build_preset, detect
@@ -21,14 +21,14 @@ from bundle.planning.memory import (
     MemoryEstimate,
     describe_tight_memory,
     estimate_memory,
-    find_rank_memory,
+    find_device_or_host_memory,
 )
 from bundle.planning.micro_batch import SizeChooser
 from bundle.planning.problems import (
     Problem,
     find_backend_problems,
     find_device_problems,
-    find_environment_problems,
+    find_environment_variable_conflicts,
     find_layout_problems,
     find_memory_problems,
     find_mindspeed_problems,
@@ -37,7 +37,12 @@ from bundle.planning.problems import (
     to_recipe_problem,
 )
 from bundle.planning.roofline import Roofline
-from bundle.planning.server_memory import DeviceShare, add_cache, find_transport_problems, share_device
+from bundle.planning.server_memory import (
+    DeviceShare,
+    add_kv_cache,
+    compute_device_share,
+    find_ipc_transport_problems,
+)
 from bundle.planning.size import ModelSize, compute_model_size
 from bundle.recipe import Recipe
 
@@ -98,15 +103,15 @@ class Plan(NamedTuple):
         return next((code for code in _CODE_ORDER if code in codes), ExitCode.OK)
 
     @property
-    def fullest_bytes(self) -> int:
+    def fullest_rank_bytes(self) -> int:
         """The bytes of the rank that needs the most; 0 without a layout."""
-        return max((stage.total for stage in self.memory), default=0)
+        return max((stage.peak_bytes for stage in self.memory), default=0)
 
     @property
     def roofline(self) -> Roofline:
         """The prediction of a step's time on these devices."""
         can = capabilities.find_capabilities(self.hardware.backend, self.recipe.features)
-        traits = can.choose_layer_traits(self.recipe, self.hardware.generation.value)
+        traits = can.choose_layer_traits(self.recipe, self.hardware.oldest_generation.value)
         code = MegatronCode(self.megatron.release, self.patches.core.root)
         return Roofline(traits, code, self.peak, self.per_node)
 
@@ -132,7 +137,7 @@ class Plan(NamedTuple):
         return self.size.count_export_bytes(self.recipe.model.dtype, self.recipe.checkpoint.export)
 
     @property
-    def variables(self) -> dict[str, str]:
+    def environment_variables(self) -> dict[str, str]:
         """The environment that ranks are started with."""
         return {variable.name: variable.value for variable in self.environment}
 
@@ -144,12 +149,12 @@ class Plan(NamedTuple):
 
         return build_patch_plan(self.patches)
 
-    def refuse(self) -> None:
+    def raise_gravest_problem(self) -> None:
         """Raise the error of the gravest problem; see the function `refuse`."""
-        refuse(self.recipe, self.problems)
+        raise_gravest_problem(self.recipe, self.problems)
 
 
-def refuse(recipe: Recipe, problems: Sequence[Problem]) -> None:
+def raise_gravest_problem(recipe: Recipe, problems: Sequence[Problem]) -> None:
     """Raise the gravest problem's error with all problems in it; do nothing where there is none."""
     for code, error in _ERROR_BY_CODE.items():
         if any(problem.code is code for problem in problems):
@@ -183,7 +188,7 @@ def build_plan(
     """
     hardware, notes = choose_hardware(recipe.backend, backend, hardware_name)
     can = capabilities.find_capabilities(hardware.backend, recipe.features)
-    kernel = can.choose_attention(recipe, hardware.generation.value).value
+    kernel = can.choose_attention(recipe, hardware.oldest_generation.value).value
     features = with_kernel(recipe.features, kernel)
     megatron, patch_survey = _choose_megatron(features, hardware, mcore, allow_drift, other_packages)
     code = MegatronCode(megatron.release, patch_survey.core.root)
@@ -222,51 +227,54 @@ def assemble_plan(
     can = capabilities.find_capabilities(hardware.backend, recipe.features)
     code = MegatronCode(megatron.release, patch_survey.core.root)
     nodes = nodes or recipe.devices.nodes
-    per_node = per_node or recipe.devices.per_node or _count_devices(recipe, hardware, nodes)
+    per_node = per_node or recipe.devices.per_node or _count_devices_per_node(recipe, hardware, nodes)
     world = nodes * per_node
     layout = build_rank_layout(recipe, world) if can_lay_out(recipe, world) else None
-    traits = can.choose_layer_traits(recipe, hardware.generation.value)
-    device = hardware.device_memory
-    peak = can.find_peak(hardware.devices[0].name) if hardware.devices else None
+    traits = can.choose_layer_traits(recipe, hardware.oldest_generation.value)
+    device = hardware.smallest_device_memory
+    peak = can.find_bf16_peak(hardware.devices[0].name) if hardware.devices else None
     roofline = Roofline(traits, code, peak, per_node)
-    chooser, size_note = SizeChooser(roofline, traits, code, find_rank_memory(hardware, per_node)), None
+    chooser, size_note = (
+        SizeChooser(roofline, traits, code, find_device_or_host_memory(hardware, per_node)),
+        None,
+    )
     if layout is not None and recipe.train.micro_batch_size == "auto":
         if not recipe.find_layout_violations(world):
-            (_, recipe, layout), size_note = chooser.choose(recipe, layout)
+            (_, recipe, layout), size_note = chooser.choose_fastest(recipe, layout)
     elif layout is not None and peak is not None:
         size_note = chooser.advise(recipe, layout)
     stages = () if layout is None else estimate_memory(recipe, layout, traits, code)
-    device_share = None if recipe.rl is None else share_device(recipe, stages, device.value)
-    stages = add_cache(stages, device_share)
+    device_share = None if recipe.rl is None else compute_device_share(recipe, stages, device.value)
+    stages = add_kv_cache(stages, device_share)
     extra_notes = (
         describe_tight_memory(stages, device),
         size_note,
-        _describe_emulation(can, installed),
-        _describe_triton(can, megatron, patch_survey),
-        _describe_mindspeed(recipe, can, megatron),
+        _describe_tested_versions(can, installed),
+        _describe_triton_provider(can, megatron, patch_survey),
+        _describe_mindspeed_branch(recipe, can, megatron),
         _describe_delta_nets(recipe, can),
-        _note_ignored_keys(recipe),
+        _describe_ignored_config_keys(recipe),
     )
     processors = hardware.host.processors.value
     environment = can.list_variables(
         recipe.features,
         nodes,
         recipe.environment,
-        generation=hardware.generation.value,
+        generation=hardware.oldest_generation.value,
         cores_per_rank=None if processors is None else processors / per_node,
     )
     problems = (
         *extra_problems,
         *map(to_recipe_problem, recipe.find_layout_violations(world)),
         *find_backend_problems(recipe, can, hardware, code),
-        *find_environment_problems(can, environment),
+        *find_environment_variable_conflicts(can, environment),
         *(() if layout is None else find_layout_problems(recipe, can, layout, patch_survey.decisions)),
         *find_patch_problems(patch_survey.decisions),
         *find_device_problems(hardware, per_node),
         *find_open_file_problems(hardware, nodes, per_node),
         *find_memory_problems(recipe, stages, hardware, per_node),
         *(() if device_share is None else device_share.find_problems()),
-        *(() if recipe.rl is None else find_transport_problems(recipe, can.backend, environment)),
+        *(() if recipe.rl is None else find_ipc_transport_problems(recipe, can.backend, environment)),
     )
     return Plan(
         recipe=recipe,
@@ -279,7 +287,7 @@ def assemble_plan(
         layout=layout,
         memory=stages,
         device_share=device_share,
-        attention=can.choose_attention(recipe, hardware.generation.value),
+        attention=can.choose_attention(recipe, hardware.oldest_generation.value),
         patches=patch_survey,
         environment=environment,
         notes=(*notes, *hardware.notes, *filter(None, extra_notes)),
@@ -287,12 +295,12 @@ def assemble_plan(
     )
 
 
-def _note_ignored_keys(recipe: Recipe) -> str:
+def _describe_ignored_config_keys(recipe: Recipe) -> str:
     """Return a note about ignored keys of the model's config that look like settings; "" for none.
 
     The recipe has its own keys for them.
     """
-    names = sorted(name for name in IGNORED_KEYS if recipe.model.config.get(name))
+    names = sorted(name for name in IGNORED_KEYS_TO_REPORT if recipe.model.config.get(name))
     if not names:
         return ""
     return (
@@ -314,7 +322,7 @@ def _describe_delta_nets(recipe: Recipe, can: Capabilities) -> str:
     )
 
 
-def _describe_emulation(can: Capabilities, installed_packages: Packages | None) -> str:
+def _describe_tested_versions(can: Capabilities, installed_packages: Packages | None) -> str:
     """Return a note about the runs on this backend's devices and the versions of these runs.
 
     The runs do not cover other versions.
@@ -330,7 +338,7 @@ def _describe_emulation(can: Capabilities, installed_packages: Packages | None) 
         for real in (True, False)
     )
     experience = "; ".join(
-        f"accepted on {record.hardware} with {package} {version} and megatron-core"
+        f"accepted on {record.device_name_unless_emulated} with {package} {version} and megatron-core"
         f" {record.get_version('megatron-core')}, {record.date}"
         for version, record in accepted_versions.items()
     )
@@ -354,9 +362,13 @@ def _describe_emulation(can: Capabilities, installed_packages: Packages | None) 
     return f"{can.backend}: {experience}{more}"
 
 
-def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVersion) -> str:
+def _describe_mindspeed_branch(recipe: Recipe, can: Capabilities, megatron: MegatronVersion) -> str:
     """Return a note about the MindSpeed that a job uses, and about which parts of it were ever run."""
-    branch = mindspeed.find_branch(megatron.version) if recipe.backend_options.mindspeed else None
+    branch = (
+        mindspeed.find_branch_by_megatron_version(megatron.version)
+        if recipe.backend_options.mindspeed
+        else None
+    )
     if branch is None or can.emulated_device is None:
         return ""
     imports = f"; it imports triton, which comes with {packages.get_triton_distribution(can.backend)}" * (
@@ -370,7 +382,7 @@ def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVer
     )
 
 
-def _describe_triton(can: Capabilities, megatron: MegatronVersion, patch_survey: Survey) -> str:
+def _describe_triton_provider(can: Capabilities, megatron: MegatronVersion, patch_survey: Survey) -> str:
     """Return a note about the triton that a megatron-core imports, where another package provides it."""
     brings = packages.get_triton_distribution(can.backend)
     imports, evidence = packages.detect_triton_requirement(patch_survey.core.root, megatron.release)
@@ -413,7 +425,7 @@ def choose_hardware(
     return hardware, tuple(notes)
 
 
-def _count_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
+def _count_devices_per_node(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
     """Return the number of devices of a node; on the cpu, the fewest ranks that fit the layout."""
     if hardware.backend == "cpu":
         return -(-recipe.parallel.minimal_world // nodes)
@@ -430,10 +442,10 @@ def _choose_megatron(
     """Return the megatron-core that is named, installed or else the default, and the decisions about it."""
     local_packages, review_table = packages.detect(), megatron_core.load_review_table()
     if mcore:
-        megatron_subject, origin = megatron_core.find_named_core(mcore, review_table), "--mcore"
-        _check_minor(megatron_subject, review_table)
+        megatron_subject, origin = megatron_core.resolve_core_path_or_version(mcore, review_table), "--mcore"
+        _check_sourceless_version(megatron_subject, review_table)
     else:
-        megatron_subject = megatron_core.find_installed_core(local_packages, review_table)
+        megatron_subject = megatron_core.find_installed_or_default_core(local_packages, review_table)
         origin = (
             f"{megatron_subject.root}, {megatron_subject.origin}"
             if megatron_subject.root
@@ -458,7 +470,7 @@ def _choose_megatron(
     ), patch_survey
 
 
-def _check_minor(megatron_subject: MegatronCore, review_table: ReviewTable) -> None:
+def _check_sourceless_version(megatron_subject: MegatronCore, review_table: ReviewTable) -> None:
     """Raise UsageError for a version without a source tree whose minor nobody reviewed: it may not exist."""
     known_minors = [
         minor for reference in review_table.references if (minor := packages.parse_minor_version(reference))

@@ -13,36 +13,42 @@ from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
 from bundle.errors import ExitCode, format_bytes
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Decision, PatchAction, mindspeed
-from bundle.planning.activations import MTP_RECOMPUTATION
+from bundle.planning.activations import MTP_RECOMPUTATION_SOURCE_PREDICATE
 from bundle.planning.layout import RankLayout
-from bundle.planning.memory import MemoryEstimate, splits_shared_embedding_between_buckets
-from bundle.planning.size import FP8_WEIGHTS, list_parameters, list_trained_parameters
+from bundle.planning.memory import MemoryEstimate, is_shared_embedding_across_buckets
+from bundle.planning.size import FP8_GEMM_WEIGHT_PATTERN, list_parameters, list_trained_parameters
 from bundle.recipe import Recipe
 
 SHARED_EMBEDDING_PATCH = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
-BF16_CAPABILITY = (8, 0)  # Transformer Engine's support matrix
+MIN_BF16_COMPUTE_CAPABILITY = (8, 0)  # Transformer Engine's support matrix
 # Modules that discard their output look up a name of Transformer Engine to see whether there is FP8.
-DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateManager", "0.13")
-SHARED_EXPERTS_RECOMPUTATION = SourcePredicate(
+DISCARD_FP8_LOOKUP_SOURCE_MARKER = SourcePredicate(
+    "tensor_parallel/random.py", "FP8GlobalStateManager", "0.13"
+)
+SHARED_EXPERTS_RECOMPUTATION_EVIDENCE = SourcePredicate(
     "transformer/transformer_config.py", '"shared_experts"', "0.14"
 )
-SINKS_SUPPORT = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
-DELTA_NETS = SourcePredicate("transformer/transformer_config.py", "linear_attention_freq", "0.16")
-LAYOUT_STRING = SourcePredicate("transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13")
-_LAYOUT_FILE = "transformer/pipeline_parallel_layer_layout.py"
-MTP_LAYOUT = SourcePredicate(_LAYOUT_FILE, "mtp_num_layers", "0.14")
-STANDALONE_MTP = SourcePredicate(
-    _LAYOUT_FILE, "mtp_standalone", "0.16"
+ATTENTION_SINKS_PREDICATE = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
+DELTA_NET_SOURCE_PREDICATE = SourcePredicate(
+    "transformer/transformer_config.py", "linear_attention_freq", "0.16"
+)
+LAYOUT_STRING_SUPPORT_PREDICATE = SourcePredicate(
+    "transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13"
+)
+_MEGATRON_LAYOUT_SOURCE = "transformer/pipeline_parallel_layer_layout.py"
+MTP_LAYOUT_SOURCE_MARKER = SourcePredicate(_MEGATRON_LAYOUT_SOURCE, "mtp_num_layers", "0.14")
+STANDALONE_MTP_SOURCE_PREDICATE = SourcePredicate(
+    _MEGATRON_LAYOUT_SOURCE, "mtp_standalone", "0.16"
 )  # from the last layer, or from the head
 
 
-BLOCKWISE_FP8_SUPPORT = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
+BLOCKWISE_FP8_SOURCE_PREDICATE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
 # Earlier releases do not recompute these together with FP8; 0.12 does not refuse them.
-FP8_RECOMPUTATION = SourcePredicate(
+FP8_RECOMPUTATION_SUPPORT_PREDICATE = SourcePredicate(
     "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
 )
 # In earlier releases uniform recomputation asks for layers that the last unit of a chunk lacks.
-SHORTER_UNIT = (
+SHORT_LAST_UNIT_SOURCE_PREDICATES = (
     SourcePredicate("transformer/transformer_block.py", "chunk_end = min(", "0.17"),
     SourcePredicate("recompute.py", "chunk_end = min(", "0.18"),
 )
@@ -55,15 +61,17 @@ class MegatronFeature(NamedTuple):
     predicate: SourcePredicate
 
 
-_HYBRID_FEATURE = MegatronFeature("gated delta nets", DELTA_NETS)
+_DELTA_NET_REQUIREMENT = MegatronFeature("gated delta nets", DELTA_NET_SOURCE_PREDICATE)
 # Every other family is computed with every supported megatron-core.
 FEATURE_BY_FAMILY = {
-    "gpt_oss": MegatronFeature("learned sinks, windows in some layers and a clamped gate", SINKS_SUPPORT),
-    "qwen3_next": _HYBRID_FEATURE,
-    "qwen3_5_text": _HYBRID_FEATURE,
-    "qwen3_5_moe_text": _HYBRID_FEATURE,
+    "gpt_oss": MegatronFeature(
+        "learned sinks, windows in some layers and a clamped gate", ATTENTION_SINKS_PREDICATE
+    ),
+    "qwen3_next": _DELTA_NET_REQUIREMENT,
+    "qwen3_5_text": _DELTA_NET_REQUIREMENT,
+    "qwen3_5_moe_text": _DELTA_NET_REQUIREMENT,
 }
-_NUMBER_PATTERN = r"\.\d+|\d+$"
+_TENSOR_NAME_NUMBER_PATTERN = r"\.\d+|\d+$"
 
 
 class Problem(NamedTuple):
@@ -89,7 +97,9 @@ def to_hardware_problem(text: str) -> Problem:
     return Problem(ExitCode.ENVIRONMENT_UNFIT, text)
 
 
-def find_environment_problems(can: Capabilities, environment: Sequence[EnvVariable]) -> Iterator[Problem]:
+def find_environment_variable_conflicts(
+    can: Capabilities, environment: Sequence[EnvVariable]
+) -> Iterator[Problem]:
     """Yield the conflicts between the environment variables of a rank."""
     values = {variable.name: variable.value for variable in environment}
     yield from (to_recipe_problem(f"environment: {reason}") for reason in can.list_conflicts(values))
@@ -99,24 +109,30 @@ def find_backend_problems(
     recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
 ) -> Iterator[Problem]:
     """Yield what this backend, these devices and this megatron-core cannot do for a recipe."""
-    refused = can.list_attention_refusals(recipe, hardware.generation.value)
+    refused = can.list_requested_kernel_refusals(recipe, hardware.oldest_generation.value)
     yield from (to_recipe_problem(f"model.attention: {reason}") for reason in refused)
     yield from (
         to_recipe_problem(f"model.operators: {reason}") for reason in can.list_operator_refusals(recipe)
     )
     model, capability = recipe.model, hardware.capability
-    if model.dtype == "bf16" and capability is not None and capability < BF16_CAPABILITY:
+    if model.dtype == "bf16" and capability is not None and capability < MIN_BF16_COMPUTE_CAPABILITY:
         has = ".".join(map(str, capability))
         yield to_hardware_problem(f"model.dtype: bf16 needs compute capability 8.0, not {has}. Use fp32")
     if model.fp8 is not None:
-        reason = can.explain_fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
+        reason = can.explain_fp8_refusal(
+            model.fp8.scaling, model.fp8.format, hardware.oldest_generation.value
+        )
         if reason is not None:
             yield to_hardware_problem(f"model.fp8: {reason}")
-        if can.backend == "cuda" and model.fp8.scaling == "blockwise" and not code.has(BLOCKWISE_FP8_SUPPORT):
+        if (
+            can.backend == "cuda"
+            and model.fp8.scaling == "blockwise"
+            and not code.has(BLOCKWISE_FP8_SOURCE_PREDICATE)
+        ):
             yield to_recipe_problem(
                 f"model.fp8.scaling: megatron-core {code.release} does not support blockwise"
-                f" ({code.describe_evidence(BLOCKWISE_FP8_SUPPORT)})."
-                f" Use {BLOCKWISE_FP8_SUPPORT.since} or newer"
+                f" ({code.describe_evidence_source(BLOCKWISE_FP8_SOURCE_PREDICATE)})."
+                f" Use {BLOCKWISE_FP8_SOURCE_PREDICATE.since} or newer"
             )
     if recipe.optimizer.name == "sgd" and not (recipe.optimizer.sgd_momentum or can.layers.plain_sgd):
         yield to_recipe_problem(
@@ -127,7 +143,7 @@ def find_backend_problems(
     if missing_feature := find_missing_feature(family, code):
         yield to_recipe_problem(
             f"model.config: {family} needs {missing_feature.description}, which megatron-core"
-            f" {code.release} does not have ({code.describe_evidence(missing_feature.predicate)}). Use"
+            f" {code.release} does not have ({code.describe_evidence_source(missing_feature.predicate)}). Use"
             f" {missing_feature.predicate.since} or newer"
         )
     if recipe.architecture.zero_centered_norms and not can.has_delta_nets:
@@ -135,30 +151,30 @@ def find_backend_problems(
             f"model.config: {family} needs gated delta nets, which backend {can.backend} does not support:"
             " it has no zero-centred RMSNorm"
         )
-    yield from find_stage_problems(recipe, code)
+    yield from find_layout_string_problems(recipe, code)
     yield from _find_optimizer_problems(recipe, can)
     yield from _find_recomputation_problems(recipe, can, code)
 
 
-def find_stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]:
+def find_layout_string_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]:
     """Yield the parts of a layout string that a release does not build."""
-    layout = recipe.parallel.layout
+    layout = recipe.parallel.pipeline_stages
     if not layout:
         return
     has_mtp = "m" in "".join(layout)
     for is_used, predicate, limitation in (
-        (True, LAYOUT_STRING, "does not support it"),
-        (has_mtp, MTP_LAYOUT, "does not support MTP layers (m) in it"),
+        (True, LAYOUT_STRING_SUPPORT_PREDICATE, "does not support it"),
+        (has_mtp, MTP_LAYOUT_SOURCE_MARKER, "does not support MTP layers (m) in it"),
         (
             has_mtp and not {"t", "m"} <= set(layout[-1]),
-            STANDALONE_MTP,
+            STANDALONE_MTP_SOURCE_PREDICATE,
             "supports MTP layers (m) only in the stage with the last decoder layer (t) and the head (L)",
         ),
     ):
         if is_used and not code.has(predicate):
             yield to_recipe_problem(
                 f"parallel.pipeline_model_parallel_layout: megatron-core {code.release} {limitation}"
-                f" ({code.describe_evidence(predicate)}). Use {predicate.since} or newer"
+                f" ({code.describe_evidence_source(predicate)}). Use {predicate.since} or newer"
             )
             return
 
@@ -176,11 +192,11 @@ def find_mindspeed_problems(
     if can.backend != "ascend":
         yield to_recipe_problem(f"{key}: MindSpeed runs on ascend, not on {can.backend}. Leave the key out")
         return
-    branch = mindspeed.find_branch(release)
+    branch = mindspeed.find_branch_by_megatron_version(release)
     if branch is None:
         has = ", ".join(
             f"{known_branch.branch} for {known_branch.megatron_range}"
-            for known_branch in mindspeed.MINDSPEED_BRANCHES
+            for known_branch in mindspeed.SUPPORTED_TRAINING_BRANCHES
         )
         yield to_hardware_problem(
             f"{key}: no reviewed MindSpeed branch fits megatron-core {release} (reviewed: {has}). Install"
@@ -249,16 +265,16 @@ def find_layout_problems(
 ) -> Iterator[Problem]:
     """Yield what does not fit the layout: multiples of FP8, and buckets where no patch mends them."""
     if recipe.model.fp8 is not None:
-        yield from _find_fp8_weight_problems(recipe, can, layout, recipe.model.fp8.scaling)
+        yield from _find_fp8_weight_size_problems(recipe, can, layout, recipe.model.fp8.scaling)
         if not recipe.data.packed:  # a pack is padded
-            yield from _find_fp8_row_problems(recipe, recipe.model.fp8.scaling)
+            yield from _find_fp8_token_count_problems(recipe, recipe.model.fp8.scaling)
     if recipe.model.lora is not None:
         yield from _find_untrained_chunks(recipe, can, layout)
         return  # the embedding is frozen, and in no bucket
     unmended_actions = (PatchAction.OWNED, PatchAction.DRIFT, PatchAction.CONFLICT)
     is_divided = recipe.optimizer.use_distributed_optimizer
     if is_divided and any(d.id == SHARED_EMBEDDING_PATCH and d.action in unmended_actions for d in decisions):
-        yield from _find_split_embedding(recipe, can, layout)
+        yield from _find_split_embedding_problems(recipe, can, layout)
 
 
 def find_patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
@@ -266,7 +282,7 @@ def find_patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
     for decision in decisions:
         if decision.stops:
             code = ExitCode.USAGE if decision.action is PatchAction.TRAP else ExitCode.PATCHES
-            yield Problem(code, decision.problem)
+            yield Problem(code, decision.reason_line)
 
 
 def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
@@ -302,11 +318,11 @@ def find_memory_problems(
     """Yield every stage that does not fit its devices; on the cpu, ranks that together exceed the host."""
     if not stages:
         return
-    worst = max(stages, key=lambda stage: stage.total)
+    worst = max(stages, key=lambda stage: stage.peak_bytes)
     if hardware.backend == "cpu":
         host = hardware.host.memory.value
-        if host is not None and worst.total * per_node > host:
-            needed = f"{per_node} ranks of {format_bytes(worst.total)}"
+        if host is not None and worst.peak_bytes * per_node > host:
+            needed = f"{per_node} ranks of {format_bytes(worst.peak_bytes)}"
             yield to_hardware_problem(
                 f"memory: {needed} do not fit the {format_bytes(host)} of this host"
                 f" ({_advise_less_memory(recipe, worst)})"
@@ -319,12 +335,12 @@ def find_memory_problems(
             f" than the host has memory ({format_bytes(host)}). Lower optimizer.optimizer_offload_fraction,"
             " or use more nodes"
         )
-    size = hardware.device_memory.value
+    size = hardware.smallest_device_memory.value
     for stage in stages:
-        if size is not None and stage.total > size:
+        if size is not None and stage.peak_bytes > size:
             yield to_hardware_problem(
-                f"memory: a rank of stage {stage.stage} needs {format_bytes(stage.total)}, but a device has"
-                f" {format_bytes(size)} ({_advise_less_memory(recipe, stage)})"
+                f"memory: a rank of stage {stage.stage} needs {format_bytes(stage.peak_bytes)}, but a device"
+                f" has {format_bytes(size)} ({_advise_less_memory(recipe, stage)})"
             )
 
 
@@ -334,11 +350,11 @@ def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
     More stages keep as many activations: each holds less of more micro-batches.
     """
     model, optimizer = recipe.model, recipe.optimizer
-    if stage.activations.total <= stage.states.total:
+    if stage.activations.peak <= stage.states.device_total:
         layout = "tp, pp or ep" if recipe.architecture.moe else "tp or pp"
         divided = ", or use more data-parallel ranks" if optimizer.use_distributed_optimizer else ""
         return f"mostly weights and optimizer: raise {layout}{divided}"
-    ways = ["lower train.micro_batch_size"] if recipe.train.micro_batch_samples > 1 else []
+    ways = ["lower train.micro_batch_size"] if recipe.train.micro_batch_size_or_one > 1 else []
     ways += ["lower data.sequence_length"]
     has_tower = recipe.architecture.vision is not None and stage.stage == 0
     if has_tower and model.lora is None and not model.vision.freeze_tower:
@@ -352,59 +368,65 @@ def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: Megatr
     """Yield what megatron-core recomputes only with other layers, or only from some release on."""
     recompute = recipe.model.recompute
     if recompute is not None and recompute.method == "uniform":
-        yield from _find_unit_problems(recipe, recompute.layers or 1, code)
+        yield from _find_recompute_unit_problems(recipe, recompute.layers or 1, code)
     modules = set(recompute.modules) if recompute is not None else set()
     key = "model.recompute.modules"
     if "moe_act" in modules and not can.layers.grouped_experts:
         yield to_recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
-    if "layernorm" in modules and not can.layers.fused_norms and code.has(DISCARD_ASKS_FP8):
+    if "layernorm" in modules and not can.layers.fused_norms and code.has(DISCARD_FP8_LOOKUP_SOURCE_MARKER):
         reason = "without Transformer Engine, megatron-core fails with NameError (FP8GlobalStateManager)"
-        reason += f" ({code.describe_evidence(DISCARD_ASKS_FP8)})"
+        reason += f" ({code.describe_evidence_source(DISCARD_FP8_LOOKUP_SOURCE_MARKER)})"
         yield to_recipe_problem(f"{key}: layernorm: {reason}. Recompute another module on {can.backend}")
     fp8, discarded = recipe.model.fp8, sorted(modules & {"layernorm", "moe_act"})
-    if fp8 is not None and discarded and (fp8.scaling == "delayed" or not code.has(FP8_RECOMPUTATION)):
+    if (
+        fp8 is not None
+        and discarded
+        and (fp8.scaling == "delayed" or not code.has(FP8_RECOMPUTATION_SUPPORT_PREDICATE))
+    ):
         yield to_recipe_problem(
             f"{key}: with FP8, megatron-core recomputes {' and '.join(discarded)} only from"
-            f" {FP8_RECOMPUTATION.since} on, and not with delayed scaling"
+            f" {FP8_RECOMPUTATION_SUPPORT_PREDICATE.since} on, and not with delayed scaling"
         )
-    if "shared_experts" in modules and not code.has(SHARED_EXPERTS_RECOMPUTATION):
+    if "shared_experts" in modules and not code.has(SHARED_EXPERTS_RECOMPUTATION_EVIDENCE):
         subject = f"megatron-core {code.release} does not know shared_experts"
         yield to_recipe_problem(
-            f"{key}: {subject} ({code.describe_evidence(SHARED_EXPERTS_RECOMPUTATION)}). Use 0.14 or newer"
+            f"{key}: {subject} ({code.describe_evidence_source(SHARED_EXPERTS_RECOMPUTATION_EVIDENCE)})."
+            " Use 0.14 or newer"
         )
 
 
-def _find_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
+def _find_recompute_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
     """Yield units of uniform recomputation that do not fit into a chunk, or together with MTP layers."""
     key, a = "model.recompute.layers", recipe.architecture
-    if a.mtp_layers and unit > 1 and code.has(MTP_RECOMPUTATION):
+    if a.mtp_layers and unit > 1 and code.has(MTP_RECOMPUTATION_SOURCE_PREDICATE):
         yield to_recipe_problem(
             f"{key}: {unit} is not allowed, because MTP layers are recomputed one at a time"
-            f" ({code.describe_evidence(MTP_RECOMPUTATION)}). Set it to 1, or set model.recompute.method to"
-            " block"
+            f" ({code.describe_evidence_source(MTP_RECOMPUTATION_SOURCE_PREDICATE)}). Set it to 1, or set"
+            " model.recompute.method to block"
         )
-    if any(code.has(predicate) for predicate in SHORTER_UNIT):
+    if any(code.has(predicate) for predicate in SHORT_LAST_UNIT_SOURCE_PREDICATES):
         return
-    loop = SHORTER_UNIT[0]
+    loop = SHORT_LAST_UNIT_SOURCE_PREDICATES[0]
     stages = recipe.parallel.compute_stages(a.num_layers, a.mtp_layers) or ()
     if uneven := sorted({chunk.layers for stage in stages for chunk in stage if chunk.layers % unit}):
         yield to_recipe_problem(
             f"{key}: {unit} does not divide the {', '.join(map(str, uneven))} layers of a chunk, and"
-            f" megatron-core {code.release} then looks for missing layers ({code.describe_evidence(loop)})."
-            f" Use a divisor, or megatron-core {loop.since} or newer"
+            f" megatron-core {code.release} then looks for missing layers"
+            f" ({code.describe_evidence_source(loop)}). Use a divisor, or megatron-core {loop.since} or newer"
         )
 
 
-def _find_fp8_weight_problems(
+def _find_fp8_weight_size_problems(
     recipe: Recipe, can: Capabilities, layout: RankLayout, scaling: Scaling
 ) -> Iterator[Problem]:
     """Yield the weights whose sizes FP8 products do not take; a weight of several layers is named once."""
     multiple = SCALINGS[scaling]
     refused = {
-        (re.sub(_NUMBER_PATTERN, "", tensor.name), tensor.shape)
+        (re.sub(_TENSOR_NAME_NUMBER_PATTERN, "", tensor.name), tensor.shape)
         for chunk in layout.iterate_chunks()
         for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
-        if FP8_WEIGHTS.search(tensor.name) and any(size % multiple.row_multiple for size in tensor.shape)
+        if FP8_GEMM_WEIGHT_PATTERN.search(tensor.name)
+        and any(size % multiple.row_multiple for size in tensor.shape)
     }
     for name, shape in sorted(refused):
         yield to_recipe_problem(
@@ -413,7 +435,7 @@ def _find_fp8_weight_problems(
         )
 
 
-def _find_fp8_row_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
+def _find_fp8_token_count_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
     rows, length = recipe.micro_batch_rows, recipe.data.sequence_length
     multiple, of_rank = recipe.alignment.total_multiple, SCALINGS[scaling].row_multiple
     if rows * length % multiple:
@@ -442,11 +464,13 @@ def _find_untrained_chunks(recipe: Recipe, can: Capabilities, layout: RankLayout
                 )
 
 
-def _find_split_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
+def _find_split_embedding_problems(
+    recipe: Recipe, can: Capabilities, layout: RankLayout
+) -> Iterator[Problem]:
     ranks = layout.find_axis_size("dp") * layout.find_axis_size("cp")
     for chunk in layout.iterate_chunks():
         tensors = list_parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
-        if splits_shared_embedding_between_buckets(tensors, ranks):
+        if is_shared_embedding_across_buckets(tensors, ranks):
             yield to_recipe_problem(
                 "parallel.pp: this megatron-core splits the embedding shared by the first and last stage"
                 f" across two buckets of stage {chunk.stage}, which then fails or trains it wrongly. The"

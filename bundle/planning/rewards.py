@@ -11,7 +11,7 @@ from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_pro
 from bundle.recipe import Recipe
 from bundle.recipe.rl_rules import split_function
 
-_SOURCE_BYTES = 2**24
+_MAX_SOURCE_BYTES = 2**24
 
 
 def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -23,7 +23,9 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     for number, reward in enumerate(recipe.rl.rewards if recipe.rl else ()):
         key = f"rl.rewards.{number}"
-        if reward.function is not None and (reason := _find_defect(*split_function(reward.function))):
+        if reward.function is not None and (
+            reason := _explain_missing_function(*split_function(reward.function))
+        ):
             yield to_recipe_problem(f"{key}.function: {reward.function}: {reason}")
         if reward.kind == "math" and importlib.util.find_spec("math_verify") is None:
             yield to_hardware_problem(
@@ -35,7 +37,7 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def list_reward_files(recipe: Recipe) -> list[tuple[str, str]]:
+def list_reward_keys_and_files(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the key and the file of every reward that is a function."""
     rewards = recipe.rl.rewards if recipe.rl else ()
     return [
@@ -45,15 +47,15 @@ def list_reward_files(recipe: Recipe) -> list[tuple[str, str]]:
     ]
 
 
-def _find_defect(file: str, name: str) -> str | None:
+def _explain_missing_function(file: str, name: str) -> str | None:
     """Return why a file has no function of that name; None where it seems to have one."""
     try:
-        module = ast.parse(files.read_content(Path(file), _SOURCE_BYTES))
+        module = ast.parse(files.read_content(Path(file), _MAX_SOURCE_BYTES))
     except OSError as error:
         return f"{error.strerror}. Name a file as FILE.py:NAME, relative to the working directory."
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"not valid Python: {error}. Correct the file."
-    if name in _list_names(module) or "*" in _list_names(module):
+    if name in _list_potential_names(module) or "*" in _list_potential_names(module):
         return None
     return (
         f"the file has no {name}. Name one of its functions: {', '.join(_list_functions(module)) or 'none'}."
@@ -64,7 +66,7 @@ def _list_functions(module: ast.Module) -> list[str]:
     return [node.name for node in module.body if isinstance(node, ast.FunctionDef)]
 
 
-def _list_names(module: ast.Module) -> set[str]:
+def _list_potential_names(module: ast.Module) -> set[str]:
     """Return the names that a module may define, those in its branches too."""
     names = set()
     for node in ast.walk(module):

@@ -25,9 +25,9 @@ _KEPT_VERSIONS = 2
 
 # Beside weights and cache (`benchmarks.gpu.turns`): contexts, kernels and communicators of a server, of the
 # process of its checksums, and of the trainer.
-_SERVER_BYTES = 37 * 2**27
+_ALL_PROCESSES_OVERHEAD_BYTES = 37 * 2**27
 # The part of these bytes that a server takes from its share of the device, which leaves less for its cache.
-BYTES_IN_SHARE = 7 * 2**27
+OVERHEAD_WITHIN_SERVER_SHARE_BYTES = 7 * 2**27
 
 
 class RolloutBytes(NamedTuple):
@@ -47,11 +47,11 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     if rl is None or rl.rollout.path is not None:
         return RolloutBytes()
     size = DTYPE_BYTES[recipe.model.dtype]
-    weights = _count_weights(replace(architecture, mtp_layers=0)) * size
+    weights = _count_published_parameters(replace(architecture, mtp_layers=0)) * size
     if rl.rollout.engine == "sglang":  # servers of the run stand on the trainer's devices
-        if not has_own_servers(recipe):
+        if not has_colocated_servers(recipe):
             return RolloutBytes()
-        return RolloutBytes(-(-weights // rl.rollout.tp), overhead=_SERVER_BYTES)
+        return RolloutBytes(-(-weights // rl.rollout.tp), overhead=_ALL_PROCESSES_OVERHEAD_BYTES)
     rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)
     if rl.evaluation is not None:  # the number of its questions is not known yet
         rows = MOST_ROWS
@@ -61,13 +61,13 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     return RolloutBytes(weights, max(weights, cache + logits))
 
 
-def has_own_servers(recipe: Recipe) -> bool:
+def has_colocated_servers(recipe: Recipe) -> bool:
     """Return whether the run starts servers, which share its devices."""
     rollout = recipe.rl.rollout if recipe.rl else None
     return rollout is not None and rollout.engine == "sglang" and not rollout.urls and rollout.path is None
 
 
-def find_sharing_obstacle(backend: str, environment: Mapping[str, str]) -> str | None:
+def find_ipc_obstacle(backend: str, environment: Mapping[str, str]) -> str | None:
     """Return what keeps a server from opening the trainer's memory; None where nothing does."""
     if backend != "cuda":
         return f"backend: {backend}"
@@ -76,35 +76,37 @@ def find_sharing_obstacle(backend: str, environment: Mapping[str, str]) -> str |
     return next((f"{name}={segments}" for name in names), None)
 
 
-def choose_transport(recipe: Recipe, backend: str, environment: Mapping[str, str]) -> Literal["files", "ipc"]:
+def choose_weight_transport(
+    recipe: Recipe, backend: str, environment: Mapping[str, str]
+) -> Literal["files", "ipc"]:
     """Return how weights come to the servers of a run."""
     assert recipe.rl is not None
     settings = recipe.rl.rollout
     if settings.transport is not None:
         return settings.transport
-    has_one_device = has_own_servers(recipe) and settings.replicas * settings.tp == 1
-    return "ipc" if has_one_device and find_sharing_obstacle(backend, environment) is None else "files"
+    has_one_device = has_colocated_servers(recipe) and settings.replicas * settings.tp == 1
+    return "ipc" if has_one_device and find_ipc_obstacle(backend, environment) is None else "files"
 
 
 def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:
     """Return the bytes of the keys and values of this number of tokens on a device."""
     assert recipe.rl is not None
-    values = tokens * _count_cache_values(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
-    return -(-values // (recipe.rl.rollout.tp if has_own_servers(recipe) else 1))
+    values = tokens * _count_cache_values_per_token(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
+    return -(-values // (recipe.rl.rollout.tp if has_colocated_servers(recipe) else 1))
 
 
 def count_weights_folder_bytes(recipe: Recipe) -> int:
     """Return the bytes of the versions of the weights that are in the folder of a sync at once."""
-    return _KEPT_VERSIONS * _count_weights(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
+    return _KEPT_VERSIONS * _count_published_parameters(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
 
 
-def _count_weights(architecture: Architecture) -> int:
+def _count_published_parameters(architecture: Architecture) -> int:
     """Return the number of values of all published tensors."""
     tensors = Tensors(architecture)
     return sum(math.prod(shape) for tensor in tensors for _, shape in tensor.list_published_shapes())
 
 
-def _count_cache_values(architecture: Architecture) -> int:
+def _count_cache_values_per_token(architecture: Architecture) -> int:
     """Return the number of values in transformers' cache for one token, in all layers together."""
     mla = architecture.mla
     if mla is not None:  # the compressed keys and values, and the rotary key that all heads share

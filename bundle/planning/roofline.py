@@ -1,7 +1,8 @@
 """The roofline: a prediction of the time of a step from FLOPs, bytes, messages and launched kernels.
 
-The coefficients are fitted to single measurements on H100 and H200 (`COEFFICIENTS`), and docs/performance.md
-compares the prediction with its table. Other devices are predicted in proportion to their published peak.
+The coefficients are fitted to single measurements on H100 and H200 (`COEFFICIENTS_BY_TERM`), and
+docs/performance.md compares the prediction with its table. Other devices are predicted in proportion to their
+published peak.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from bundle.capabilities import LayerTraits, Peak
 from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import LayerBytes
 from bundle.planning.layout import ModelChunk, RankLayout
-from bundle.planning.size import BF16, FP32, LayerFlops, count_pairs, list_layer_flops
+from bundle.planning.size import BF16, FP32, LayerFlops, count_attention_pairs, list_layer_flops
 from bundle.recipe import Recipe
 
-REFERENCE_PEAK = 989e12  # FLOP/s of the measured devices, H100 and H200 (`capabilities.cuda`)
+CALIBRATION_DEVICE_PEAK = 989e12  # FLOP/s of the measured devices, H100 and H200 (`capabilities.cuda`)
 
 
 class Coefficient(NamedTuple):
@@ -24,7 +25,7 @@ class Coefficient(NamedTuple):
     source: str
 
 
-COEFFICIENTS = {
+COEFFICIENTS_BY_TERM = {
     "products": Coefficient(670e12, "FLOP/s; Speed: `gqa.yaml` bf16"),
     "rows": Coefficient(180, "rows at half of that rate; Micro-batches: `latent.yaml`, 2 and 8 rows"),
     "expert_products": Coefficient(0.62, "of the rate; Micro-batches: `latent.yaml`, 2 rows"),
@@ -46,17 +47,19 @@ COEFFICIENTS = {
     "host_link": Coefficient(50e9, "bytes/s of each device, an assumption about PCIe 5; not measured"),
 }
 MEASURED_EXPERTS = 32  # experts of a layer on one rank in these rows
-LAUNCHES_PER_EXPERT = 8  # of one more: three products of two matrices, and two additions to gradients
-UPDATE_BYTES = 30  # of a parameter that the optimizer reads and writes: fp32 weight, gradient, two moments
-TP_MESSAGES = 5  # gathers and scatters of one part of a layer, forward and backward
-EP_MESSAGES = 4  # dispatch and combine, forward and backward
-REPEATED_MESSAGES = 0.4  # of a layer that is computed again, as a share
-ADAPTER_SHARE = 0.01  # of a matrix's parameters, roughly
-SELECTIVE_SHARE = 0.3  # of a forward pass, roughly
+LAUNCHES_PER_EXTRA_EXPERT = 8  # of one more: three products of two matrices, and two additions to gradients
+OPTIMIZER_BYTES_PER_PARAMETER = (
+    30  # of a parameter that the optimizer reads and writes: fp32 weight, gradient, two moments
+)
+TP_MESSAGES_PER_SUBLAYER = 5  # gathers and scatters of one part of a layer, forward and backward
+EP_MESSAGES_PER_LAYER_MICROBATCH = 4  # dispatch and combine, forward and backward
+RECOMPUTED_MESSAGE_SHARE = 0.4  # of a layer that is computed again, as a share
+ADAPTER_PARAMETER_SHARE = 0.01  # of a matrix's parameters, roughly
+SELECTIVE_RECOMPUTE_SHARE = 0.3  # of a forward pass, roughly
 
 
-def _get(name: str) -> float:
-    return COEFFICIENTS[name].value
+def _get_coefficient(name: str) -> float:
+    return COEFFICIENTS_BY_TERM[name].value
 
 
 class StepTime(NamedTuple):
@@ -74,7 +77,7 @@ class StepTime(NamedTuple):
         return sum(self)
 
     @property
-    def shares(self) -> list[tuple[str, float]]:
+    def largest_shares(self) -> list[tuple[str, float]]:
         """The parts that take a hundredth of the time or more, with their shares, the largest first."""
         shares = ((name, seconds / self.total) for name, seconds in self._asdict().items())
         return sorted((share for share in shares if share[1] >= 0.01), key=lambda share: -share[1])
@@ -99,7 +102,7 @@ class Roofline(NamedTuple):
     per_node: int
 
     @property
-    def place(self) -> str:
+    def assumed_device_note(self) -> str:
         """Where the predicted times hold, in words; "" where that is these devices."""
         return "" if self.peak else " on an H200, as no peak of these devices is known"
 
@@ -116,10 +119,15 @@ class _Step:
         plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"recompute": None})})
         self.bytes = LayerBytes(plain, devices.traits, devices.code)
         self.factor = 2 if recipe.model.lora else 3  # backward products of frozen weights: one, not two
-        scale = devices.peak.bf16 / REFERENCE_PEAK if devices.peak else 1.0
-        self.products = _get("products") * (_get("fp8") if recipe.model.fp8 else 1.0) * scale
-        self.attention, self.memory = _get("attention") * scale, _get("memory") * scale
-        kinds = [*recipe.architecture.layer_pattern]
+        scale = devices.peak.bf16 / CALIBRATION_DEVICE_PEAK if devices.peak else 1.0
+        self.products = (
+            _get_coefficient("products") * (_get_coefficient("fp8") if recipe.model.fp8 else 1.0) * scale
+        )
+        self.attention, self.memory = (
+            _get_coefficient("attention") * scale,
+            _get_coefficient("memory") * scale,
+        )
+        kinds = [*recipe.architecture.moe_layer_pattern]
         kinds += kinds[-1:] * recipe.architecture.mtp_layers
         layers = list(zip(list_layer_flops(recipe.architecture), kinds, strict=True))
         costs = {layer: self._compute_layer_cost(*layer) for layer in dict.fromkeys(layers)}
@@ -127,22 +135,25 @@ class _Step:
 
     def predict(self) -> StepTime:
         """Return the time of a step."""
-        stages = [self._compute_stage_cost(chunks) for chunks in self.layout.stages]
+        stages = [self._compute_micro_batch_stage_cost(chunks) for chunks in self.layout.stages]
         busy = [stage.kernels + stage.messages for stage in stages]
-        host = [stage.launches * _get("launch") for stage in stages]
+        host = [stage.launches * _get_coefficient("launch") for stage in stages]
         slowest = max(range(len(stages)), key=lambda number: max(busy[number], host[number]))
         pace, microbatches = max(busy[slowest], host[slowest]), self.layout.microbatches
         waits = sum(map(max, busy, host)) - pace
         worst = stages[slowest]
         return StepTime(
             compute=microbatches * worst.kernels,
-            communication=microbatches * worst.messages + max(map(self._compute_reduction, stages)),
+            communication=microbatches * worst.messages + max(map(self._compute_exposed_reduction, stages)),
             bubble=waits / len(self.layout.stages[0]),
             launches=microbatches * max(0.0, pace - busy[slowest]),
-            optimizer=max(_get("step_launches") * _get("launch"), *map(self._compute_update, stages)),
+            optimizer=max(
+                _get_coefficient("step_launches") * _get_coefficient("launch"),
+                *map(self._compute_update, stages),
+            ),
         )
 
-    def _compute_stage_cost(self, chunks: tuple[ModelChunk, ...]) -> _LayerCost:
+    def _compute_micro_batch_stage_cost(self, chunks: tuple[ModelChunk, ...]) -> _LayerCost:
         """Return the cost of one micro-batch in all chunks of a stage."""
         architecture, parallel = self.recipe.architecture, self.recipe.parallel
         costs = [self.costs[number] for chunk in chunks for number in chunk.layers]
@@ -152,17 +163,17 @@ class _Step:
             costs += self.costs[layers : layers + chunk.mtp_layers]
         total = _LayerCost(*map(sum, zip(*costs, strict=True))) if costs else _LayerCost()
         kernels = total.kernels * (1 + recomputed / self.factor)
-        messages = total.messages * (1 + REPEATED_MESSAGES * recomputed)
-        launches = total.launches * (1 + recomputed / 3) + _get("other_launches")
+        messages = total.messages * (1 + RECOMPUTED_MESSAGE_SHARE * recomputed)
+        launches = total.launches * (1 + recomputed / 3) + _get_coefficient("other_launches")
         matrix = architecture.vocab_size * architecture.hidden_size / parallel.tp
         dense = total.dense_parameters
         for chunk in chunks:
-            dense += matrix * (chunk.embedding + chunk.has_embedding_copy)
+            dense += matrix * (chunk.embedding + chunk.has_mtp_embedding_copy)
             if chunk.head:
                 dense += matrix * (not architecture.tied_embeddings)
                 tokens, vocabulary = self.bytes.tokens * chunk.losses, architecture.vocab_size / parallel.tp
                 kernels += self.factor * 2 * matrix * tokens / self.products
-                kernels += tokens * vocabulary * _get("logits") / self.memory
+                kernels += tokens * vocabulary * _get_coefficient("logits") / self.memory
             if parallel.pp > 1:
                 messages += 2 * self.bytes.stream_bytes / self._find_bandwidth("pp")
         if self.recipe.model.lora is None:  # gradients are added to fp32 sums: read, read and written
@@ -175,78 +186,87 @@ class _Step:
         if recompute is None:
             return 0.0
         if recompute.granularity == "selective":
-            return SELECTIVE_SHARE
+            return SELECTIVE_RECOMPUTE_SHARE
         return 1.0 if recompute.method == "uniform" else min(1.0, (recompute.layers or 1) / layers)
 
     def _compute_layer_cost(self, flops: LayerFlops, has_experts: int) -> _LayerCost:
         recipe, parallel, a = self.recipe, self.recipe.parallel, self.recipe.architecture
         tokens, moe = self.bytes.tokens, a.moe if has_experts else None
-        pairs = recipe.micro_batch_rows * count_pairs(recipe.data.sequence_length, flops.window) / parallel.cp
+        pairs = (
+            recipe.micro_batch_rows
+            * count_attention_pairs(recipe.data.sequence_length, flops.window)
+            / parallel.cp
+        )
         kernels = self.factor * tokens * flops.per_token / parallel.tp / self._compute_rate(tokens)
         attention = 3 * pairs * flops.per_pair / parallel.tp / self.attention
-        kernels += attention * (_get("attention_cp") if parallel.cp > 1 else 1.0)
+        kernels += attention * (_get_coefficient("attention_cp") if parallel.cp > 1 else 1.0)
         net = a.delta_net if not flops.per_pair else None
         layer_bytes = self.bytes.count_layer_bytes(bool(has_experts), net)
-        kernels += layer_bytes * _get("traffic") / self.memory
+        kernels += layer_bytes * _get_coefficient("traffic") / self.memory
         full_bytes = tokens * a.hidden_size * BF16
         parts = (parallel.tp > 1) * (1 if moe else 2)
-        messages = parts * TP_MESSAGES * self._compute_exchange("tp", full_bytes)
-        launches, dense, experts = _get("layer_launches"), flops.per_token / 2 / parallel.tp, 0.0
+        messages = parts * TP_MESSAGES_PER_SUBLAYER * self._compute_gather_seconds("tp", full_bytes)
+        launches, dense, experts = _get_coefficient("layer_launches"), flops.per_token / 2 / parallel.tp, 0.0
         if moe is not None:
             local = moe.num_experts / parallel.ep
             routed = self.bytes.stream_tokens * moe.topk
             rows = routed * parallel.etp / local
-            rate = self._compute_rate(rows) * _get("expert_products")
+            rate = self._compute_rate(rows) * _get_coefficient("expert_products")
             kernels += self.factor * routed * flops.per_expert_token / moe.topk / rate
             experts = flops.per_expert_token / moe.topk / 2 * local / parallel.etp
             sent = routed * a.hidden_size * BF16
-            messages += EP_MESSAGES * self._compute_all_to_all(sent)
-            messages += EP_MESSAGES * self._compute_exchange("etp", sent * parallel.etp)
-            launches = _get("expert_layer_launches")
-            launches += LAUNCHES_PER_EXPERT * max(0.0, local - MEASURED_EXPERTS)
+            messages += EP_MESSAGES_PER_LAYER_MICROBATCH * self._compute_all_to_all(sent)
+            messages += EP_MESSAGES_PER_LAYER_MICROBATCH * self._compute_gather_seconds(
+                "etp", sent * parallel.etp
+            )
+            launches = _get_coefficient("expert_layer_launches")
+            launches += LAUNCHES_PER_EXTRA_EXPERT * max(0.0, local - MEASURED_EXPERTS)
         if recipe.model.lora is not None:
-            kernels, launches = kernels * _get("adapters"), launches * _get("adapter_launches")
+            kernels, launches = (
+                kernels * _get_coefficient("adapters"),
+                launches * _get_coefficient("adapter_launches"),
+            )
         return _LayerCost(kernels, messages, launches, dense, experts)
 
     def _compute_rate(self, rows: float) -> float:
         """Return the FLOP/s of products with so many rows."""
-        return self.products * rows / (rows + _get("rows"))
+        return self.products * rows / (rows + _get_coefficient("rows"))
 
-    def _count_members(self, axis_name: str) -> int:
+    def _count_group_ranks_per_node(self, axis_name: str) -> int:
         """Return the ranks of a group that share a node."""
         axis = self.layout.find_axis(axis_name)
         return max(1, min(axis.size, self.per_node // axis.stride))
 
     def _find_bandwidth(self, axis_name: str) -> float:
         """Return the bytes/s of a rank in a ring; between nodes every rank of a node has its own port."""
-        members, size = self._count_members(axis_name), self.layout.find_axis_size(axis_name)
-        link = _get("link")
-        return link if members == size else min(link, _get("network") * members)
+        members, size = self._count_group_ranks_per_node(axis_name), self.layout.find_axis_size(axis_name)
+        link = _get_coefficient("link")
+        return link if members == size else min(link, _get_coefficient("network") * members)
 
-    def _compute_exchange(self, axis_name: str, full_bytes: float) -> float:
+    def _compute_gather_seconds(self, axis_name: str, full_bytes: float) -> float:
         """Return the seconds of a gather or a scatter of so many bytes, all ranks' together."""
         size = self.layout.find_axis_size(axis_name)
         return full_bytes * (size - 1) / size / self._find_bandwidth(axis_name)
 
     def _compute_all_to_all(self, sent_bytes: float) -> float:
         """Return the seconds in which a rank sends its bytes to all ranks of its expert group."""
-        size, members = self.layout.find_axis_size("ep"), self._count_members("ep")
+        size, members = self.layout.find_axis_size("ep"), self._count_group_ranks_per_node("ep")
         inside, outside = (members - 1) / size, (size - members) / size
-        return sent_bytes * (inside / _get("link") + outside / _get("network"))
+        return sent_bytes * (inside / _get_coefficient("link") + outside / _get_coefficient("network"))
 
-    def _iterate_groups(self, stage: _LayerCost) -> Iterator[tuple[float, int, float]]:
+    def _iterate_group_parameter_counts(self, stage: _LayerCost) -> Iterator[tuple[float, int, float]]:
         """Yield (trained parameters, ranks that hold the same, bytes/s between them) of a stage's rank."""
         dp, cp = self.layout.find_axis_size("dp"), self.layout.find_axis_size("cp")
-        share = ADAPTER_SHARE if self.recipe.model.lora is not None else 1.0
+        share = ADAPTER_PARAMETER_SHARE if self.recipe.model.lora is not None else 1.0
         yield stage.dense_parameters * share, dp * cp, self._find_bandwidth("dp" if dp > 1 else "cp")
         expert_dp = self.layout.find_axis_size("expert-dp")
         yield stage.expert_parameters * share, expert_dp, self._find_bandwidth("expert-dp")
 
-    def _compute_reduction(self, stage: _LayerCost) -> float:
+    def _compute_exposed_reduction(self, stage: _LayerCost) -> float:
         """Return the seconds of reducing gradients and gathering weights that nothing hides."""
         seconds = sum(
             parameters * (FP32 + BF16) * (size - 1) / size / bandwidth
-            for parameters, size, bandwidth in self._iterate_groups(stage)
+            for parameters, size, bandwidth in self._iterate_group_parameter_counts(stage)
         )
         hidden = self.layout.microbatches * stage.kernels / 2 * self.recipe.distributed.overlap_grad_reduce
         return max(0.0, seconds - hidden)
@@ -255,9 +275,9 @@ class _Step:
         """Return the seconds of the optimizer's kernels, or of its way to the host and back."""
         optimizer, seconds = self.recipe.optimizer, 0.0
         moved = optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
-        for parameters, size, _ in self._iterate_groups(stage):
+        for parameters, size, _ in self._iterate_group_parameter_counts(stage):
             share = parameters / (size if optimizer.use_distributed_optimizer else 1)
             seconds += parameters * 2 * FP32 / self.memory  # gradients: set to zero, and their norm
-            seconds += share * (1 - moved) * UPDATE_BYTES / self.memory
-            seconds += share * moved * UPDATE_BYTES / _get("host_link")
+            seconds += share * (1 - moved) * OPTIMIZER_BYTES_PER_PARAMETER / self.memory
+            seconds += share * moved * OPTIMIZER_BYTES_PER_PARAMETER / _get_coefficient("host_link")
         return seconds

@@ -9,10 +9,10 @@ from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
 from bundle.planning.rollout import (
-    BYTES_IN_SHARE,
+    OVERHEAD_WITHIN_SERVER_SHARE_BYTES,
     count_kv_cache_bytes,
-    find_sharing_obstacle,
-    has_own_servers,
+    find_ipc_obstacle,
+    has_colocated_servers,
 )
 from bundle.recipe import Recipe
 
@@ -20,8 +20,8 @@ from bundle.recipe import Recipe
 class DeviceShare(NamedTuple):
     """The part of a device's memory that a server may use (mem_fraction_static): `chosen`, and its limits.
 
-    `least` holds the weights, the longest sequence and `BYTES_IN_SHARE`; `most` leaves the trainer its
-    weights, gradients and optimizer. The cache is released while the trainer learns.
+    `least` holds the weights, the longest sequence and `OVERHEAD_WITHIN_SERVER_SHARE_BYTES`; `most` leaves
+    the trainer its weights, gradients and optimizer. The cache is released while the trainer learns.
     """
 
     chosen: float
@@ -48,36 +48,41 @@ class DeviceShare(NamedTuple):
             )
 
 
-def share_device(recipe: Recipe, stages: Sequence[MemoryEstimate], device: int | None) -> DeviceShare | None:
+def compute_device_share(
+    recipe: Recipe, stages: Sequence[MemoryEstimate], device: int | None
+) -> DeviceShare | None:
     """Return the share of the server on each device; None without one, or where the device is not known."""
-    if recipe.rl is None or not has_own_servers(recipe) or device is None or not stages:
+    if recipe.rl is None or not has_colocated_servers(recipe) or device is None or not stages:
         return None
-    states, rollout = max(stage.states.total for stage in stages), stages[0].rollout
-    learning = max(stage.states.total + stage.activations.total for stage in stages)
+    states, rollout = max(stage.states.device_total for stage in stages), stages[0].rollout
+    learning = max(stage.states.device_total + stage.activations.peak for stage in stages)
     longest = count_kv_cache_bytes(recipe, recipe.data.sequence_length)
     most, usual = (
-        math.floor(100 * (part * device - states - rollout.overhead + BYTES_IN_SHARE) / device) / 100
+        math.floor(
+            100 * (part * device - states - rollout.overhead + OVERHEAD_WITHIN_SERVER_SHARE_BYTES) / device
+        )
+        / 100
         for part in (1, 1 - HEADROOM)
     )
-    least = math.ceil(100 * (rollout.weights + longest + BYTES_IN_SHARE) / device) / 100
+    least = math.ceil(100 * (rollout.weights + longest + OVERHEAD_WITHIN_SERVER_SHARE_BYTES) / device) / 100
     chosen = recipe.rl.rollout.mem_fraction_static or max(usual, min(least, most))
     return DeviceShare(chosen, least, most, device, states, learning, rollout.weights)
 
 
-def find_transport_problems(
+def find_ipc_transport_problems(
     recipe: Recipe, backend: str, environment: Sequence[EnvVariable]
 ) -> Iterator[Problem]:
     """Yield why a server cannot open the trainer's memory, where the recipe asks for it."""
     if recipe.rl is None or recipe.rl.rollout.transport != "ipc":
         return
     variables = {variable.name: variable.value for variable in environment}
-    if obstacle := find_sharing_obstacle(backend, variables):
+    if obstacle := find_ipc_obstacle(backend, variables):
         yield to_hardware_problem(f"rl.rollout.transport: ipc is not possible with {obstacle}. Use files.")
 
 
-def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:
+def add_kv_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:
     """Return the estimates with the cache that a server of that share holds while answers are sampled."""
     if share is None:
         return tuple(stages)
-    cache = max(0, int(share.chosen * share.device) - share.server - BYTES_IN_SHARE)
+    cache = max(0, int(share.chosen * share.device) - share.server - OVERHEAD_WITHIN_SERVER_SHARE_BYTES)
     return tuple(stage._replace(rollout=stage.rollout._replace(transient=cache)) for stage in stages)

@@ -15,7 +15,7 @@ from bundle.planning.rollout import OLDEST_SGLANG, count_weights_folder_bytes
 from bundle.recipe import Recipe
 
 
-def find_rollout_problems(recipe: Recipe) -> Iterator[Problem]:
+def find_rollout_machine_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield what this machine lacks for rollouts by servers: packages, and room for two versions."""
     rollout = recipe.rl.rollout if recipe.rl else None
     if rollout is None or rollout.engine != "sglang" or rollout.path is not None:

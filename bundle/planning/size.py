@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.architectures import Architecture, DeltaNet, adapters, checkpoint_names, pad_vocab_size
+from bundle.architectures import Architecture, DeltaNet, adapters, checkpoint_names, pad_vocab_to_lcm
 from bundle.architectures.tensors import (
     EMBEDDING,
     HEAD,
@@ -44,7 +44,7 @@ from bundle.architectures.tensors import (
     is_expert,
 )
 from bundle.capabilities import LayerTraits
-from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.capabilities.cpu import LOCAL_LAYER_TRAITS
 from bundle.planning.layout import ModelChunk, build_single_chunk
 from bundle.recipe import Parallel, Recipe
 from bundle.recipe.recipe import Model
@@ -53,7 +53,7 @@ from bundle.recipe.sections import Optimizer
 FP32, BF16 = 4, 2  # bytes of a value
 DTYPE_BYTES = {"fp32": FP32, "bf16": BF16}
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
-FP8_WEIGHTS = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
+FP8_GEMM_WEIGHT_PATTERN = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
 
 
 class Parameter(NamedTuple):
@@ -89,7 +89,7 @@ def list_parameters(
 
     # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.
     is_shared = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
-    if chunk.embedding or chunk.has_embedding_copy:
+    if chunk.embedding or chunk.has_mtp_embedding_copy:
         chunk_parameters.append(build_parameter(table.build_embedding())._replace(shared_embedding=is_shared))
     for number in chunk.layers:
         first = _find_first_alike(architecture, number)
@@ -104,10 +104,10 @@ def list_parameters(
         chunk_parameters.append(build_parameter(table.build_final_norm()))
     for depth in range(chunk.mtp_layers):
         prefix = f"mtp.layers.{depth}.transformer_layer."
-        tensors = table.build_mtp_layer(depth, _list_expert_numbers(architecture, parallel))
+        tensors = table.build_mtp_layer(depth, _list_local_expert_indices(architecture, parallel))
         named = _rename_layer(prefix, tensors, traits)
         chunk_parameters.extend(build_parameter(tensor, name) for name, tensor in named)
-    if chunk.head and not (tied and (chunk.embedding or chunk.has_embedding_copy)):
+    if chunk.head and not (tied and (chunk.embedding or chunk.has_mtp_embedding_copy)):
         chunk_parameters.append(
             build_parameter(table.build_head())._replace(shared_embedding=is_shared and tied)
         )
@@ -127,16 +127,16 @@ def _rename_layer(prefix: str, tensors: Iterator[Tensor], traits: LayerTraits) -
     weights = [tensor for tensor in tensors if not is_buffer(tensor.name)]
     named = [(tensor.name, tensor) for tensor in weights]
     if traits.fused_norms:
-        named = list(checkpoint_names.rename_folded_norms(prefix, weights))
+        named = list(checkpoint_names.rename_norms_to_fused(prefix, weights))
     if traits.grouped_experts:
-        named = list(checkpoint_names.rename_grouped_experts(named))
+        named = list(checkpoint_names.rename_experts_to_grouped(named))
     return named
 
 
 def _find_first_alike(architecture: Architecture, number: int) -> int:
     """Return the first decoder layer with the same tensors as this one, but for the number in their names."""
-    nets = architecture.delta_net.layers if architecture.delta_net else architecture.layer_pattern
-    kinds = list(zip(architecture.layer_pattern, nets, strict=True))
+    nets = architecture.delta_net.layers if architecture.delta_net else architecture.moe_layer_pattern
+    kinds = list(zip(architecture.moe_layer_pattern, nets, strict=True))
     return kinds.index(kinds[number])
 
 
@@ -146,7 +146,7 @@ def _list_layer_parameters(
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a decoder layer, named without the layer's prefix."""
     prefix, table = f"decoder.layers.{number}.", Tensors(architecture, sizes.tp)
-    tensors = table.build_layer(number, _list_expert_numbers(architecture, sizes))
+    tensors = table.build_layer(number, _list_local_expert_indices(architecture, sizes))
     return tuple(
         _build_parameter(architecture, sizes, tensor, name.removeprefix(prefix))
         for name, tensor in _rename_layer(prefix, tensors, traits)
@@ -166,7 +166,7 @@ def list_trained_parameters(
         if not (model.vision.freeze_tower or model.vision.freeze_projector):
             return chunk_parameters
         return tuple(parameter for parameter in chunk_parameters if not model.vision.freezes(parameter.name))
-    table, local = Tensors(architecture, parallel.tp), _list_expert_numbers(architecture, parallel)
+    table, local = Tensors(architecture, parallel.tp), _list_local_expert_indices(architecture, parallel)
     layers = [table.build_layer(number, local) for number in chunk.layers]
     layers += [table.build_mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
     layers += [table.build_tower()] if chunk.embedding else []
@@ -180,11 +180,11 @@ def list_trained_parameters(
         for tensor in chain.from_iterable(layers)
         for pair in adapters.build_adapter_pairs(tensor, lora.targets, lora.rank, use_dora=lora.use_dora)
         if pair is not None
-        for matrix in pair.list_matrices()
+        for matrix in pair.list_trained_matrices()
     )
 
 
-def _list_expert_numbers(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
+def _list_local_expert_indices(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
     return range(architecture.moe.num_experts // parallel.ep) if architecture.moe else ()
 
 
@@ -197,7 +197,7 @@ def _compute_local_shape(shape: Sequence[int], tensor_cut: Cut | None, parallel:
 
 
 # Which layers are fused changes no count.
-_COUNTING_TRAITS = LOCAL_LAYERS
+_COUNTING_TRAITS = LOCAL_LAYER_TRAITS
 
 
 class ModelSize(NamedTuple):
@@ -221,14 +221,14 @@ class ModelSize(NamedTuple):
     def count_training_flops(self, lengths: Iterable[int]) -> int:
         """Return the FLOPs of training on sequences of these lengths, forward and backward."""
         length_list = list(lengths)
-        pairs = sum(map(count_pairs, length_list))
-        windowed = sum(count_pairs(length, self.window) for length in length_list)
+        pairs = sum(map(count_attention_pairs, length_list))
+        windowed = sum(count_attention_pairs(length, self.window) for length in length_list)
         return self.count_step_flops(sum(length_list), pairs, windowed)
 
     def count_step_flops(self, tokens: int, pairs: int, windowed_pairs: int) -> int:
         """Return the FLOPs of training from sums over sequences.
 
-        The sums are the tokens, and `count_pairs` without and with the window.
+        The sums are the tokens, and `count_attention_pairs` without and with the window.
         """
         weight_factor = 2 if self.adapter_parameters else 3
         attention_flops = pairs * self.flops_per_pair + windowed_pairs * self.flops_per_windowed_pair
@@ -258,7 +258,7 @@ class ModelSize(NamedTuple):
         return parameters * (FP32 if dtype == "fp32" else BF16)
 
 
-def count_pairs(length: Any, window: int = 0) -> Any:
+def count_attention_pairs(length: Any, window: int = 0) -> Any:
     """Return the number of pairs of a query and a key in a sequence; a key is among the last `window`.
 
     A `window` of 0 means none. `length` is a number, or a numpy array of them.
@@ -284,24 +284,27 @@ def compute_model_size(architecture: Architecture, model: Model | None = None) -
     trained_parameters = (
         list_trained_parameters(architecture, parallel, chunk, _COUNTING_TRAITS, model) if model else tensors
     )
-    adapter_parameters = _count_values(trained_parameters, experts) if has_adapters else 0
+    adapter_parameters = _count_values_multiplying_experts(trained_parameters, experts) if has_adapters else 0
     return ModelSize(
-        parameters=_count_values(main, experts) + tables * vocabulary,
-        active_parameters=_count_values(main, chosen) + tables * vocabulary,
-        mtp_parameters=_count_values(layer_tensors, experts) - _count_values(main, experts),
+        parameters=_count_values_multiplying_experts(main, experts) + tables * vocabulary,
+        active_parameters=_count_values_multiplying_experts(main, chosen) + tables * vocabulary,
+        mtp_parameters=_count_values_multiplying_experts(layer_tensors, experts)
+        - _count_values_multiplying_experts(main, experts),
         flops_per_token=2
         * (
-            _count_values(matrices, chosen)
+            _count_values_multiplying_experts(matrices, chosen)
             + (1 + mtp) * vocabulary * hidden
             + _count_state_products(architecture.delta_net)
         ),
         flops_per_pair=(architecture.num_attention_layers + mtp - sum(architecture.windows)) * pair,
         stored_parameters=adapter_parameters
-        or _count_values(layer_tensors, experts) + tables * pad_vocab_size(vocabulary, 1),
+        or _count_values_multiplying_experts(layer_tensors, experts)
+        + tables * pad_vocab_to_lcm(vocabulary, 1),
         adapter_parameters=adapter_parameters,
         frozen_parameters=0
         if has_adapters
-        else _count_values(tensors, experts) - _count_values(trained_parameters, experts),
+        else _count_values_multiplying_experts(tensors, experts)
+        - _count_values_multiplying_experts(trained_parameters, experts),
         window=architecture.window or 0,
         flops_per_windowed_pair=sum(architecture.windows) * pair,
     )
@@ -314,7 +317,7 @@ def _count_state_products(net: DeltaNet | None) -> int:
     return 3 * sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
-def _count_values(tensors: Iterable[Parameter], experts: int) -> int:
+def _count_values_multiplying_experts(tensors: Iterable[Parameter], experts: int) -> int:
     """Return the number of values of these tensors; an expert's tensor counts `experts` times."""
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
 
@@ -386,11 +389,11 @@ def estimate_disk(recipe: Recipe, directory: Path, checkpoints: int = 0, exports
     export = size.count_export_bytes(recipe.model.dtype, checkpoint.export)
     max_exports = checkpoint.count_exports(recipe.train.steps or 1)
     written = (
-        min(checkpoints, checkpoint.max_checkpoints) * checkpoint_bytes + min(exports, max_exports) * export
+        min(checkpoints, checkpoint.peak_disk_count) * checkpoint_bytes + min(exports, max_exports) * export
     )
     return DiskUsage(
         checkpoint_bytes,
-        checkpoint_bytes * checkpoint.max_checkpoints,
+        checkpoint_bytes * checkpoint.peak_disk_count,
         max_exports * export,
         files.find_free_bytes(directory),
         written,

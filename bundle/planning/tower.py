@@ -50,7 +50,7 @@ class TowerFlops(NamedTuple):
         )
 
 
-def compute_tower_flops(architecture: Architecture, model: Model) -> TowerFlops | None:
+def compute_tower_flop_coefficients(architecture: Architecture, model: Model) -> TowerFlops | None:
     """Return the FLOPs of a model's tower, by the parts that `model` trains; None without a tower."""
     vision = architecture.vision
     if vision is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError, format_bytes
 from bundle.planning.layout import build_rank_layout, can_lay_out
-from bundle.planning.memory import HEADROOM, find_rank_memory
+from bundle.planning.memory import HEADROOM, find_device_or_host_memory
 from bundle.planning.micro_batch import list_sizes
 from bundle.planning.plan import Plan
 from bundle.planning.roofline import StepTime
@@ -21,7 +21,7 @@ from bundle.recipe import Parallel, Recipe, rules
 from bundle.recipe.recipe import Recompute
 
 MOST_PLANS = 150  # of one search
-CHUNKS_PER_STAGE = (None, 2, 4)  # of a pipeline stage
+CHUNKS_PER_STAGE_CHOICES = (None, 2, 4)  # of a pipeline stage
 # Ways to need less memory, each slower than the one before: recomputation of no, half of the and all layers
 # of a stage, and then an optimizer on the host.
 KEEP_ALL, RECOMPUTE_HALF, RECOMPUTE_ALL, OFFLOAD = range(4)
@@ -49,7 +49,7 @@ class Search:
     candidates: list[Candidate] = field(default_factory=list)
     refused: list[Plan] = field(default_factory=list)
 
-    def refuse(self, base: Plan) -> None:
+    def raise_without_candidates(self, base: Plan) -> None:
         """Raise the refusal of the plan that lacks the least memory; do nothing where there is a candidate.
 
         Where nothing was planned, raise the violations of the recipe itself.
@@ -60,18 +60,18 @@ class Search:
         if not self.refused:
             reasons = [f"{key}: {reason}" for key, reason in rules.find_violations(_set_machine(base))]
             raise UsageError(f"recipe {name}: no layout is allowed on {base.world} ranks", reasons)
-        plan = min(self.refused, key=lambda refused: refused.fullest_bytes)
-        excess = 0 if self.limit is None else plan.fullest_bytes - self.limit
+        plan = min(self.refused, key=lambda refused: refused.fullest_rank_bytes)
+        excess = 0 if self.limit is None else plan.fullest_rank_bytes - self.limit
         lack = f", {format_bytes(excess)} too much" if excess > 0 else ""
         raise (EnvironmentUnfit if plan.exit_code is ExitCode.ENVIRONMENT_UNFIT else UsageError)(
             f"recipe {name}: no layout fits {plan.world} ranks. The nearest is"
-            f" {describe_layout(plan.recipe)}: its fullest rank needs {format_bytes(plan.fullest_bytes)} of"
-            f" {format_bytes(self.limit)}{lack}",
+            f" {describe_layout(plan.recipe)}: its fullest rank needs"
+            f" {format_bytes(plan.fullest_rank_bytes)} of {format_bytes(self.limit)}{lack}",
             [problem.text for problem in plan.problems],
         )
 
 
-class _Failure(NamedTuple):
+class _MemoryFailure(NamedTuple):
     """A recipe that lacks memory. One that divides its model as little, and saves as little, lacks it too."""
 
     recipe: Recipe
@@ -89,7 +89,7 @@ class _Failure(NamedTuple):
             (other.pp, other.vpp) == (failed.pp, failed.vpp)
             and other.cp <= failed.cp
             and saving <= self.saving
-            and recipe.train.micro_batch_samples >= self.recipe.train.micro_batch_samples
+            and recipe.train.micro_batch_size_or_one >= self.recipe.train.micro_batch_size_or_one
         )
 
 
@@ -98,9 +98,9 @@ def search_candidates(base: Plan, build: Callable[[Recipe], Plan], most: int) ->
 
     `build` plans a recipe on that machine. Candidates that leave a tenth of the memory free come first.
     """
-    search, tight = Search(find_rank_memory(base.hardware, base.per_node)), list[Candidate]()
+    search, tight = Search(find_device_or_host_memory(base.hardware, base.per_node)), list[Candidate]()
     most_bytes = None if search.limit is None else search.limit * (1 - HEADROOM)
-    heap, counter, failures = list[Any](), itertools.count(), list[_Failure]()
+    heap, counter, failures = list[Any](), itertools.count(), list[_MemoryFailure]()
     roofline = base.roofline
 
     def push(recipe: Recipe, saving: int) -> None:
@@ -119,20 +119,20 @@ def search_candidates(base: Plan, build: Callable[[Recipe], Plan], most: int) ->
             if any(problem.code is not ExitCode.ENVIRONMENT_UNFIT for problem in plan.problems):
                 search.refused.append(plan)
                 continue
-            if not plan.problems and (most_bytes is None or plan.fullest_bytes <= most_bytes):
+            if not plan.problems and (most_bytes is None or plan.fullest_rank_bytes <= most_bytes):
                 search.candidates.append(Candidate(plan, time))
                 continue
             if plan.problems:
                 search.refused.append(plan)
             else:
                 tight.append(Candidate(plan, time))
-            states = max((stage.states.total for stage in plan.memory), default=0)
-            failures.append(_Failure(recipe, saving, most_bytes is not None and states > most_bytes))
-        if (next_recipe := _save_memory(recipe, saving + 1)) is not None:
+            states = max((stage.states.device_total for stage in plan.memory), default=0)
+            failures.append(_MemoryFailure(recipe, saving, most_bytes is not None and states > most_bytes))
+        if (next_recipe := _apply_memory_saving(recipe, saving + 1)) is not None:
             push(next_recipe, saving + 1)
     search.candidates = (search.candidates + tight)[:most]
     if not search.candidates and search.refused:  # the nearest may need less with its smallest micro-batch
-        nearest = min(search.refused, key=lambda plan: plan.fullest_bytes).recipe
+        nearest = min(search.refused, key=lambda plan: plan.fullest_rank_bytes).recipe
         search.refused += [build(sized) for sized in itertools.islice(list_sizes(nearest, base.world), 1)]
     return search
 
@@ -143,7 +143,7 @@ def describe_layout(recipe: Recipe) -> str:
     sizes = [("tp", p.tp), ("pp", p.pp), ("cp", p.cp), ("ep", p.ep)]
     words = [f"{name} {size}" for name, size in sizes if size > 1] or ["tp 1"]
     words += [f"etp {p.etp}"] * (p.etp != p.tp) + [f"{p.vpp} chunks a stage"] * (p.vpp is not None)
-    words.append(f"micro-batch {recipe.train.micro_batch_samples}")
+    words.append(f"micro-batch {recipe.train.micro_batch_size_or_one}")
     if recompute is not None:
         is_block = recompute.method == "block"
         part = f"{recompute.layers} layers a stage" if is_block else "all layers"
@@ -152,7 +152,7 @@ def describe_layout(recipe: Recipe) -> str:
     return ", ".join(words)
 
 
-def list_changes(old: Recipe, new: Recipe) -> list[str]:
+def list_tuned_overrides(old: Recipe, new: Recipe) -> list[str]:
     """Return the keys that a search sets and that differ, as overrides such as "train.micro_batch_size=2"."""
     before, after = (_get_tuned_values(recipe) for recipe in (old, new))
     return [f"{key}={json.dumps(value)}" for key, value in after.items() if value != before[key]]
@@ -176,19 +176,19 @@ def _get_tuned_values(recipe: Recipe) -> dict[str, Any]:
 def _set_machine(base: Plan) -> Recipe:
     """Return the recipe with the devices that it is planned for."""
     update = {"nodes": base.nodes, "per_node": base.per_node}
-    return base.recipe.with_sections(devices=base.recipe.devices.model_copy(update=update))
+    return base.recipe.with_unchecked_sections(devices=base.recipe.devices.model_copy(update=update))
 
 
 def _list_layouts(base: Plan) -> Iterator[Recipe]:
     """Yield the recipe in its own and in every other layout and micro-batch size that its rules accept."""
     recipe = _set_machine(base)
-    recipe = recipe.with_sections(
+    recipe = recipe.with_unchecked_sections(
         model=recipe.model.model_copy(update={"recompute": None}),
         optimizer=recipe.optimizer.model_copy(update={"optimizer_cpu_offload": False}),
     )
     layouts = (recipe.parallel, *_list_parallel(recipe, base.world, base.per_node))
     for parallel in dict.fromkeys(layouts):
-        if can_lay_out(changed := recipe.with_sections(parallel=parallel), base.world):
+        if can_lay_out(changed := recipe.with_unchecked_sections(parallel=parallel), base.world):
             yield from list_sizes(changed, base.world)
 
 
@@ -199,18 +199,18 @@ def _list_parallel(recipe: Recipe, world: int, per_node: int) -> Iterator[Parall
     for tp, pp in itertools.product(_list_divisors(per_node), _list_divisors(world)):
         for cp, ep in itertools.product(_list_divisors(per_node // tp), _list_divisors(experts)):
             for etp, vpp in itertools.product(
-                {1, tp} if experts > 1 else {tp}, CHUNKS_PER_STAGE[: 1 + 2 * (pp > 1)]
+                {1, tp} if experts > 1 else {tp}, CHUNKS_PER_STAGE_CHOICES[: 1 + 2 * (pp > 1)]
             ):
                 parallel = Parallel(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp)
                 if parallel.fits(world):
-                    yield from _divide_layers(parallel, architecture.num_layers)
+                    yield from _shorten_end_stages(parallel, architecture.num_layers)
 
 
 def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _divide_layers(parallel: Parallel, layers: int) -> Iterator[Parallel]:
+def _shorten_end_stages(parallel: Parallel, layers: int) -> Iterator[Parallel]:
     """Yield the layout, with a shorter first and last stage where the stages cannot be equal."""
     pp, chunks = parallel.pp, parallel.vpp or 1
     middle = -(-layers // (pp * chunks)) * chunks
@@ -223,7 +223,7 @@ def _divide_layers(parallel: Parallel, layers: int) -> Iterator[Parallel]:
         yield parallel.model_copy(update=ends)
 
 
-def _save_memory(recipe: Recipe, saving: int) -> Recipe | None:
+def _apply_memory_saving(recipe: Recipe, saving: int) -> Recipe | None:
     """Return the recipe with a way to save memory; None where there is none, or the rules refuse it."""
     if saving > OFFLOAD:
         return None
@@ -238,5 +238,5 @@ def _save_memory(recipe: Recipe, saving: int) -> Recipe | None:
         update = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
         optimizer = optimizer.model_copy(update=update)
     model = recipe.model.model_copy(update={"recompute": recompute})
-    changed = recipe.with_sections(model=model, optimizer=optimizer)
+    changed = recipe.with_unchecked_sections(model=model, optimizer=optimizer)
     return None if rules.find_violations(changed) else changed

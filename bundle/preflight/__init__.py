@@ -25,8 +25,8 @@ from typing import Any
 
 from bundle import capabilities
 from bundle.environment.machine import Finding, Hardware, fail, ok, to_printable
-from bundle.errors import LaunchUnavailable
-from bundle.launch.causes import PORT_TAKEN
+from bundle.errors import TargetUnavailable
+from bundle.launch.causes import PORT_IN_USE_MESSAGE
 from bundle.launch.outcomes import get_node_name
 from bundle.launch.rendezvous import Rendezvous
 from bundle.preflight import nodes
@@ -35,17 +35,17 @@ from bundle.preflight import nodes
 SECONDS, QUICK_SECONDS = 300.0, 28.0
 # The time limit for measuring links, once all nodes have come.
 LINK_SECONDS, QUICK_LINK_SECONDS = 120.0, 25.0
-_STARTING_SECONDS = 60.0  # beyond those, for imports and for the report
+_LINK_PROBE_EXTRA_SECONDS = 60.0  # beyond those, for imports and for the report
 # A device below this share of its neighbours' speed slows all of them down.
-LEAST_SPEED_SHARE = 0.9
+LEAST_PEER_SPEED_SHARE = 0.9
 DEVICE, DISK, LINKS = (f"bundle.preflight.{name}" for name in ("device", "disk", "links"))
 HOST, KERNEL, RDMA, RECOVERY, VERSIONS = (
     f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "recovery", "versions")
 )
 _DISK_BYTES, _QUICK_DISK_BYTES = 1 << 30, 1 << 26  # bytes that are written and read
-_LEAST_SHARED_BYTES = 1 << 28  # bytes of /dev/shm that NCCL, gloo and loaders need
-_AFTER_KILL_SECONDS = 1.0  # for a killed process to end, unless a driver holds it
-_SPEED_UNIT = "TFLOP/s"
+_SHARED_MEMORY_TEST_BYTES = 1 << 28  # bytes of /dev/shm that NCCL, gloo and loaders need
+_KILL_WAIT_SECONDS = 1.0  # for a killed process to end, unless a driver holds it
+_COMPUTE_SPEED_UNIT = "TFLOP/s"
 _RESULT_PREFIX = "preflight found "  # libraries print lines of their own
 
 
@@ -101,7 +101,7 @@ def build_probes(
     size = str(_QUICK_DISK_BYTES if quick else _DISK_BYTES)
     yield Probe("disk", DISK, (str(directory), size), "free space or mount the disk, or name another place")
     larger = "give the container a larger /dev/shm (docker: --shm-size)"
-    yield Probe("shared memory", DISK, ("/dev/shm", str(_LEAST_SHARED_BYTES)), larger)
+    yield Probe("shared memory", DISK, ("/dev/shm", str(_SHARED_MEMORY_TEST_BYTES)), larger)
     yield Probe("host memory", HOST, (), "end the processes that another job left on the node")
     restart = "reset the device and restart the node, which starts a new kernel log, or leave the node out"
     yield Probe("kernel log", KERNEL, (), restart)
@@ -112,7 +112,7 @@ def build_probes(
     yield Probe("versions", VERSIONS, (hardware.backend,), "run `mcore-bundle doctor` for the remedy")
 
 
-def run(probes: Sequence[Probe], seconds: float) -> dict[Probe, ProbeResult]:
+def run_probes(probes: Sequence[Probe], seconds: float) -> dict[Probe, ProbeResult]:
     """Return the results of all probes.
 
     The probes of devices run at the same time, as in a job, and then the others.
@@ -149,7 +149,7 @@ class NodeCheck:
         Raise JobFailed where the lists cannot be written, and what `measure_links` raises.
         """
         node_probes = list(build_probes(hardware, directory, quick=quick, devices=devices))
-        own_results = run(node_probes, QUICK_SECONDS if quick else SECONDS)
+        own_results = run_probes(node_probes, QUICK_SECONDS if quick else SECONDS)
         if (
             capabilities.find_capabilities(hardware.backend).device != "cpu"
         ):  # ranks share the processors of a cpu
@@ -164,7 +164,7 @@ class NodeCheck:
         defects_by_node = next((result.nodes for result in link_results.values() if result.nodes), {})
         self.node_defects = list(defects_by_node.values()) or [(get_node_name(), self.own_defects)]
         if rendezvous.nodes > 1 and rendezvous.node_rank == 0 and defects_by_node:
-            nodes.write(directory / nodes.PREFLIGHT_FOLDER, self.node_defects)
+            nodes.write_node_lists(directory / nodes.PREFLIGHT_FOLDER, self.node_defects)
 
 
 def measure_links(
@@ -180,7 +180,7 @@ def measure_links(
 
     Each node calls this. `own_results` are the earlier results: a node that failed alone takes no part and
     reports the reason. `wait` is the limit for the other nodes to come [s]. Return nothing for a single
-    device. Raise LaunchUnavailable on node 0 where the port is taken at which the nodes meet.
+    device. Raise TargetUnavailable on node 0 where the port is taken at which the nodes meet.
     """
     per_node = devices or max(1, len(hardware.devices))
     if rendezvous.nodes * per_node == 1:
@@ -193,7 +193,7 @@ def measure_links(
     seconds = QUICK_LINK_SECONDS if quick else LINK_SECONDS
     fix = "check cables, switches and driver log; leave the node out until then"
     with tempfile.TemporaryDirectory() as folder:
-        workers = nodes.build_workers(
+        workers = nodes.describe_link_workers(
             capabilities.find_capabilities(hardware.backend).device,
             per_node,
             rendezvous,
@@ -207,7 +207,7 @@ def measure_links(
             Probe(f"links of device {worker.local_rank}", LINKS, (worker.argument,), fix)
             for worker in workers
         ]
-        limit = wait + 3 * seconds + _STARTING_SECONDS
+        limit = wait + 3 * seconds + _LINK_PROBE_EXTRA_SECONDS
         with ThreadPoolExecutor(len(link_probes)) as at_once:
             return dict(
                 zip(
@@ -217,19 +217,23 @@ def measure_links(
 
 
 def _refuse_taken_port(port: int) -> None:
-    """Raise LaunchUnavailable where the port is in use, which is not a defect of the node."""
+    """Raise TargetUnavailable where the port is in use, which is not a defect of the node."""
     with socket.socket() as asking:  # it does not listen, so no other node connects to it
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             asking.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise LaunchUnavailable(f"port {port}: {PORT_TAKEN}") from error
+                raise TargetUnavailable(f"port {port}: {PORT_IN_USE_MESSAGE}") from error
 
 
 def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, ProbeResult]:
     """Return the results, with a defect for each device that is slower than its neighbours."""
-    speeds = [result.measured[_SPEED_UNIT] for result in results.values() if _SPEED_UNIT in result.measured]
+    speeds = [
+        result.measured[_COMPUTE_SPEED_UNIT]
+        for result in results.values()
+        if _COMPUTE_SPEED_UNIT in result.measured
+    ]
     # The faster of two devices counts, as their mean would hide a slow one.
     usual = statistics.median_high(speeds) if speeds else 0.0
     slow = {
@@ -237,7 +241,8 @@ def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, Probe
             result, wrong=f"this device reaches {speed:.3g} TFLOP/s, but the other devices reach {usual:.3g}"
         )
         for probe, result in results.items()
-        if not result.wrong and (speed := result.measured.get(_SPEED_UNIT, usual)) < LEAST_SPEED_SHARE * usual
+        if not result.wrong
+        and (speed := result.measured.get(_COMPUTE_SPEED_UNIT, usual)) < LEAST_PEER_SPEED_SHARE * usual
     }
     return {**results, **slow}
 
@@ -293,7 +298,7 @@ def _run_probe(probe: Probe, seconds: float) -> ProbeResult:
     except subprocess.TimeoutExpired:
         is_late, output = True, b""
     finally:
-        _end_process(process)
+        _kill_and_wait_briefly(process)
     elapsed = round(time.monotonic() - began, 2)
     if is_late:
         hint = ", and its driver or the kernel blocks its end" if process.returncode is None else ""
@@ -311,10 +316,10 @@ def _run_probe(probe: Probe, seconds: float) -> ProbeResult:
     )
 
 
-def _end_process(process: "subprocess.Popen[bytes]") -> None:
+def _kill_and_wait_briefly(process: "subprocess.Popen[bytes]") -> None:
     """Kill a process; do not wait for a process that a driver holds, as that may never end."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_AFTER_KILL_SECONDS)
+        process.wait(_KILL_WAIT_SECONDS)
     if process.stdout is not None:
         process.stdout.close()

@@ -6,13 +6,13 @@ from bundle.environment import hardware, machine
 from bundle.environment.machine import NUMBER_PATTERN, Machine
 from bundle.preflight import ProbeResult
 
-_LEAST_FREE_SHARE = 0.1
+_LEAST_FREE_MEMORY_SHARE = 0.1
 
 
 def probe(local_machine: Machine) -> ProbeResult:
     """Return the memory that a process can get without swapping [GiB].
 
-    The probe fails where less than `_LEAST_FREE_SHARE` of the memory that this process may use is free.
+    The probe fails where less than `_LEAST_FREE_MEMORY_SHARE` of the memory for this process is free.
     """
     memory = hardware.read_host(local_machine).memory
     meminfo = local_machine.read("/proc/meminfo")
@@ -21,7 +21,7 @@ def probe(local_machine: Machine) -> ProbeResult:
         return ProbeResult(skipped=f"unknown: {meminfo.reason}, {memory.reason}")
     free = min(int(match[1]) * 1024, memory.value)
     measured = {"GiB free": free / 2**30}
-    if free < _LEAST_FREE_SHARE * memory.value:
+    if free < _LEAST_FREE_MEMORY_SHARE * memory.value:
         return ProbeResult(measured, f"only {free / 2**30:.1f} of {memory.value / 2**30:.1f} GiB are free")
     return ProbeResult(measured)
 

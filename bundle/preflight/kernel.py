@@ -7,8 +7,8 @@ from bundle.preflight import ProbeResult
 
 _KERNEL_LOG_COMMAND = ("dmesg",)
 # The rules for which a launch excludes the node.
-_EXCLUDING_RULES = tuple(rule for rule in KERNEL_RULES if rule.action is RestartAction.RESTART_WITHOUT)
-_MOST_SHOWN = 4
+_NODE_EXCLUSION_RULES = tuple(rule for rule in KERNEL_RULES if rule.action is RestartAction.RESTART_WITHOUT)
+_MAX_LISTED_FAILURES = 4
 
 
 def probe(local_machine: Machine) -> ProbeResult:
@@ -19,12 +19,16 @@ def probe(local_machine: Machine) -> ProbeResult:
     lines = log.value.splitlines()
     causes: dict[str, str] = {}
     for line in lines:
-        if hit := find_cause(_EXCLUDING_RULES, line):
+        if hit := find_cause(_NODE_EXCLUSION_RULES, line):
             device = hit.match.groupdict().get("device")
             causes.setdefault(f"PCI {device}: {hit.cause}" if device else hit.cause, hit.line)
     descriptions = [f"{cause} ({line})" for cause, line in causes.items()]
-    more = [f"and {len(descriptions) - _MOST_SHOWN} more"] if len(descriptions) > _MOST_SHOWN else []
-    return ProbeResult({"lines": len(lines)}, "; ".join([*descriptions[:_MOST_SHOWN], *more]))
+    more = (
+        [f"and {len(descriptions) - _MAX_LISTED_FAILURES} more"]
+        if len(descriptions) > _MAX_LISTED_FAILURES
+        else []
+    )
+    return ProbeResult({"lines": len(lines)}, "; ".join([*descriptions[:_MAX_LISTED_FAILURES], *more]))
 
 
 if __name__ == "__main__":

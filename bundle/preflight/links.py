@@ -18,17 +18,24 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from bundle.preflight import ProbeResult
-from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, list_partner_offsets, parse_report
+from bundle.preflight.nodes import (
+    LinkWorker,
+    ProcessReport,
+    RankLink,
+    judge_links,
+    list_partner_offsets,
+    parse_link_report,
+)
 
 _COLLECTIVE_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 # Bytes of a reduction; a link carries a quarter of them. They are enough to measure the bandwidth.
-_REDUCTION_BYTES = {"cpu": {True: 1 << 22, False: 1 << 24}}
-_REDUCTION_BYTES_OF_DEVICES = {True: 1 << 28, False: 1 << 30}
+_REDUCTION_BYTES_BY_KIND = {"cpu": {True: 1 << 22, False: 1 << 24}}
+_ACCELERATOR_REDUCTION_BYTES_BY_QUICK = {True: 1 << 28, False: 1 << 30}
 _REPEATS, _PINGS = 5, 20
 _POLL_SECONDS = 0.2
 
 
-class LinkMeasurement:
+class LinkMeasurer:
     """The measurements of one process with the rank `rank` of `size`; `stage` is its current step."""
 
     def __init__(self, worker: LinkWorker, rank: int, size: int, node_count: int) -> None:
@@ -39,17 +46,19 @@ class LinkMeasurement:
             if worker.kind == "cpu"
             else torch.device(worker.kind, worker.local_rank)
         )
-        self.bytes = _REDUCTION_BYTES.get(worker.kind, _REDUCTION_BYTES_OF_DEVICES)[worker.quick]
-        self.links: list[Link] = []
+        self.bytes = _REDUCTION_BYTES_BY_KIND.get(worker.kind, _ACCELERATOR_REDUCTION_BYTES_BY_QUICK)[
+            worker.quick
+        ]
+        self.links: list[RankLink] = []
         self.stage = "meeting the other ranks"
         # The received data of the first exchange with a partner, and the ranks of the exchange.
         self.received: torch.Tensor | None = None
         self.source = self.target = rank
         self.measured: dict[str, float] = {}
 
-    def build_report(self) -> Report:
+    def build_report(self) -> ProcessReport:
         """Return the report of the measurements so far."""
-        return Report(tuple(self.links), self.stage, self._find_awaited_rank())
+        return ProcessReport(tuple(self.links), self.stage, self._find_awaited_rank())
 
     def _find_awaited_rank(self) -> int | None:
         """Return the rank that blocks an exchange: the sender until its data arrived, then the receiver."""
@@ -65,20 +74,20 @@ class LinkMeasurement:
         stream: contextlib.AbstractContextManager[None] = module.stream(module.Stream(self.device))
         return stream
 
-    def measure_all(self) -> None:
+    def measure_links_and_collectives(self) -> None:
         """Measure links within the node and between nodes, then collectives of all ranks."""
         per_node = self.worker.per_node
         node, local = divmod(self.rank, per_node)
         if per_node > 1:
             ahead, behind = ((local + step) % per_node for step in (1, -1))
-            self._measure_link(node * per_node + ahead, node * per_node + behind)
+            self._measure_incoming_link(node * per_node + ahead, node * per_node + behind)
         for distance in list_partner_offsets(self.node_count):
             ahead, behind = ((node + step) % self.node_count for step in (distance, -distance))
-            self._measure_link(ahead * per_node + local, behind * per_node + local)
+            self._measure_incoming_link(ahead * per_node + local, behind * per_node + local)
         self._measure_collectives()
         self.stage = ""
 
-    def _measure_link(self, target: int, source: int) -> None:
+    def _measure_incoming_link(self, target: int, source: int) -> None:
         """Measure a link while every rank sends to one rank and receives from one at the same time."""
         self._wait_at_barrier()
         self.stage, self.source, self.target = "an exchange", source, target
@@ -86,7 +95,7 @@ class LinkMeasurement:
         small = torch.full((1,), float(self.rank), device=self.device)
         seconds = self._time_exchange(large, target, source, _REPEATS)
         latency = self._time_exchange(small, target, source, _PINGS)
-        self.links.append(Link(source, self.rank, large.nbytes / seconds / 1e9, 1e6 * latency))
+        self.links.append(RankLink(source, self.rank, large.nbytes / seconds / 1e9, 1e6 * latency))
 
     def _time_exchange(self, data: torch.Tensor, target: int, source: int, repeats: int) -> float:
         """Return the duration of one exchange [s]. Raise ValueError where the received data is wrong."""
@@ -167,11 +176,11 @@ class LinkStore:
         """Return the store for process groups, on a connection of its own, as a waiting one is blocked."""
         return PrefixStore("links", self._connect())
 
-    def find_participants(self) -> list[int]:
+    def wait_for_fit_nodes(self) -> list[int]:
         """Return the nodes that came in time without a defect of their own, as node 0 has seen them."""
         if self.is_first:
             while (
-                len(arrivals := self._read_arrivals()) < self.worker.nodes
+                len(arrivals := self._read_names_and_defects()) < self.worker.nodes
                 and time.monotonic() < self.deadline
             ):
                 time.sleep(_POLL_SECONDS)
@@ -181,11 +190,11 @@ class LinkStore:
         participants: list[int] = json.loads(self.store.get("taking part"))
         return participants
 
-    def write_report(self, rank: int, report: Report) -> None:
+    def write_report(self, rank: int, report: ProcessReport) -> None:
         """Write the report of this process to the store."""
         self.store.set(f"report/{rank}", json.dumps(report))
 
-    def collect_defects(self, participants: list[int]) -> dict[int, tuple[str, str]]:
+    def collect_node_verdicts(self, participants: list[int]) -> dict[int, tuple[str, str]]:
         """Return the name and the defect of every node, by its number; the defect of a good node is empty."""
         worker = self.worker
         if self.is_first:
@@ -194,8 +203,13 @@ class LinkStore:
             while not all(self.store.check([f"report/{r}"]) for r in ranks) and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS)
             reported = [rank for rank in ranks if self.store.check([f"report/{rank}"])]
-            reports = {rank: parse_report(json.loads(self.store.get(f"report/{rank}"))) for rank in reported}
-            wrong, arrivals = judge_links(reports, participants, worker.per_node), self._read_arrivals()
+            reports = {
+                rank: parse_link_report(json.loads(self.store.get(f"report/{rank}"))) for rank in reported
+            }
+            wrong, arrivals = (
+                judge_links(reports, participants, worker.per_node),
+                self._read_names_and_defects(),
+            )
             for number in range(worker.nodes):
                 if number not in arrivals:
                     arrivals[number] = f"node {number}", f"did not arrive within {worker.wait:.0f} s"
@@ -207,14 +221,14 @@ class LinkStore:
             self.store.add("read", 1)
         elif worker.nodes > 1:  # this process serves the store
             readers, limit = (
-                worker.per_node * len(self._read_arrivals()) - 1,
+                worker.per_node * len(self._read_names_and_defects()) - 1,
                 time.monotonic() + worker.seconds,
             )
             while self.store.add("read", 0) < readers and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS)
         return defects
 
-    def _read_arrivals(self) -> dict[int, tuple[str, str]]:
+    def _read_names_and_defects(self) -> dict[int, tuple[str, str]]:
         numbers = [number for number in range(self.worker.nodes) if self.store.check([f"node/{number}"])]
         return {number: tuple(json.loads(self.store.get(f"node/{number}"))) for number in numbers}
 
@@ -222,12 +236,12 @@ class LinkStore:
 def probe(worker: LinkWorker) -> ProbeResult:
     """Measure the links together with the other processes; the defects are the same on every node."""
     link_store = LinkStore(worker)
-    participants = link_store.find_participants()
+    participants = link_store.wait_for_fit_nodes()
     if worker.node_rank not in participants:
         return _build_result(link_store, participants, None)
     rank = participants.index(worker.node_rank) * worker.per_node + worker.local_rank
     size = len(participants) * worker.per_node
-    measurement = LinkMeasurement(worker, rank, size, len(participants))
+    measurement = LinkMeasurer(worker, rank, size, len(participants))
     end_lock = threading.Lock()
 
     def report_and_exit() -> None:
@@ -252,7 +266,7 @@ def probe(worker: LinkWorker) -> ProbeResult:
         device_id=measurement.device if worker.kind == "cuda" else None,
     )
     try:
-        measurement.measure_all()
+        measurement.measure_links_and_collectives()
     except Exception:
         with end_lock:  # after the time limit, the end of other processes causes errors here
             timer.cancel()
@@ -264,9 +278,9 @@ def probe(worker: LinkWorker) -> ProbeResult:
 
 
 def _build_result(
-    link_store: LinkStore, participants: list[int], measurement: LinkMeasurement | None
+    link_store: LinkStore, participants: list[int], measurement: LinkMeasurer | None
 ) -> ProbeResult:
-    worker, node_defects = link_store.worker, link_store.collect_defects(participants)
+    worker, node_defects = link_store.worker, link_store.collect_node_verdicts(participants)
     wrong = node_defects[worker.node_rank][1]
     if measurement is None:
         return ProbeResult(skipped="not measured: this node also fails alone", nodes=node_defects)

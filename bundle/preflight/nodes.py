@@ -53,7 +53,7 @@ class LinkWorker:
         return json.dumps(asdict(self))
 
 
-def build_workers(
+def describe_link_workers(
     kind: str,
     per_node: int,
     rendezvous: Rendezvous,
@@ -83,7 +83,7 @@ def build_workers(
         )
 
 
-class Link(NamedTuple):
+class RankLink(NamedTuple):
     """The measured speed of a link: GB/s of large messages, and microseconds of an exchange of small ones."""
 
     source: int  # a rank among those that were measured
@@ -92,25 +92,27 @@ class Link(NamedTuple):
     latency: float
 
 
-class Report(NamedTuple):
+class ProcessReport(NamedTuple):
     """The measurements of one process: the links to its device.
 
     `waits_for` is the rank that never sent anything. `stage` is its step when its time was over; empty where
     it completed all.
     """
 
-    links: tuple[Link, ...] = ()
+    links: tuple[RankLink, ...] = ()
     stage: str = ""
     waits_for: int | None = None
 
 
-def parse_report(values: Sequence[Any]) -> Report:
+def parse_link_report(values: Sequence[Any]) -> ProcessReport:
     """Return the report in these JSON values."""
     links, stage, waits_for = values
-    return Report(tuple(Link(*fields) for fields in links), stage, waits_for)
+    return ProcessReport(tuple(RankLink(*fields) for fields in links), stage, waits_for)
 
 
-def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_node: int) -> dict[int, str]:
+def judge_links(
+    reports: Mapping[int, ProcessReport], participants: Sequence[int], per_node: int
+) -> dict[int, str]:
     """Return the defects of nodes by their number; `reports` are by rank, ordered as `participants`."""
     node_of_rank = [number for number in participants for _ in range(per_node)]
     wrong: dict[int, str] = {}
@@ -126,7 +128,7 @@ def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_
     if not wrong and (stuck := sorted({report.stage for report in reports.values() if report.stage})):
         reason = f"its network test did not end within the time limit (last step: {' or '.join(stuck)})"
         wrong |= dict.fromkeys(participants, reason)
-    return wrong or _find_slow_nodes(reports, node_of_rank)
+    return wrong or _find_nodes_with_slow_links(reports, node_of_rank)
 
 
 def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
@@ -143,7 +145,9 @@ def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
     return wrong
 
 
-def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int]) -> dict[int, str]:
+def _find_nodes_with_slow_links(
+    reports: Mapping[int, ProcessReport], node_of_rank: Sequence[int]
+) -> dict[int, str]:
     """Return nodes whose fastest link in one direction is slow; with two nodes, none can be blamed."""
     best: dict[int, dict[int, float]] = {}
     for report in reports.values():
@@ -170,7 +174,7 @@ def list_partner_offsets(nodes: int) -> Iterator[int]:
         distance *= 2
 
 
-def write(folder: Path, node_defects: Iterable[tuple[str, str]]) -> None:
+def write_node_lists(folder: Path, node_defects: Iterable[tuple[str, str]]) -> None:
     """Write the names of nodes into two lists for `srun --nodelist=FILE` and `--exclude=FILE`.
 
     `node_defects` are names and defects. Raise JobFailed where nothing can be written.

@@ -11,9 +11,9 @@ from bundle.pretrained.matching import (
     find_model_weights,
     find_recipe_adapter,
     find_recipe_weights,
-    open_weights,
+    find_weights_ignoring_architecture,
+    format_similar_name_examples,
     refuse_unequal_copies,
-    summarize_names,
 )
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "find_recipe_adapter",
     "find_recipe_weights",
     "find_weights",
-    "open_weights",
+    "find_weights_ignoring_architecture",
+    "format_similar_name_examples",
     "refuse_unequal_copies",
-    "summarize_names",
 ]

@@ -16,9 +16,9 @@ from bundle import files
 from bundle.architectures.contents import INDEX_FILE, SINGLE_FILE
 from bundle.errors import UsageError, format_value
 
-LARGEST_INDEX = 2**28
+MAX_INDEX_BYTES = 2**28
 # Bytes of a header, as safetensors itself has it.
-LARGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -38,7 +38,16 @@ FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
 # [n, columns, rows] is in files as [n, rows, columns / 32, 16] bytes, with a scale for every 16 bytes.
 MXFP4, MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
 _TIKTOKEN_PATTERNS = ("tiktoken.model", "*.tiktoken")
-_OTHER_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+_WEIGHT_FILE_PATTERNS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+)
 
 
 class StoredTensor(NamedTuple):
@@ -74,7 +83,7 @@ class PretrainedWeights(NamedTuple):
     @property
     def bytes(self) -> int:
         """The size of all tensors in the files [bytes]."""
-        return sum(entry.stop - entry.start for entry in self._file_tensors)
+        return sum(entry.stop - entry.start for entry in self._physical_tensors)
 
     @property
     def files(self) -> list[Path]:
@@ -82,11 +91,11 @@ class PretrainedWeights(NamedTuple):
         return sorted({entry.file for entry in self.entries.values()})
 
     @property
-    def _file_tensors(self) -> list[StoredTensor]:
+    def _physical_tensors(self) -> list[StoredTensor]:
         return [entry for entry in self.entries.values() if entry.dtype != MXFP4]
 
     def __str__(self) -> str:
-        return f"{self.directory}: {len(self._file_tensors)} tensors, {self.bytes / 2**30:.2f} GiB"
+        return f"{self.directory}: {len(self._physical_tensors)} tensors, {self.bytes / 2**30:.2f} GiB"
 
 
 def find_weights(directory: Path) -> PretrainedWeights | None:
@@ -112,11 +121,12 @@ def find_weights(directory: Path) -> PretrainedWeights | None:
         try:
             file_tensors = read_tensor_headers(path)
         except UsageError as error:
-            violations += [f"{quote_name(path.name)}: {reason}" for reason in error.violations]
+            violations += [f"{to_printable(path.name)}: {reason}" for reason in error.violations]
             indexed = {name: file for name, file in indexed.items() if file != path.name}  # said once
             continue
         violations += [
-            f"{quote_name(name)} is in both {quote_name(path.name)} and {quote_name(tensors[name].file.name)}"
+            f"{to_printable(name)} is in both {to_printable(path.name)} and"
+            f" {to_printable(tensors[name].file.name)}"
             for name in file_tensors
             if name in tensors
         ]
@@ -150,24 +160,26 @@ def limit_violations(violations: list[str], most: int = 100) -> list[str]:
 
 def _refuse_other_formats(directory: Path) -> None:
     try:
-        file_names = sorted({path.name for pattern in _OTHER_PATTERNS for path in directory.glob(pattern)})
+        file_names = sorted(
+            {path.name for pattern in _WEIGHT_FILE_PATTERNS for path in directory.glob(pattern)}
+        )
     except OSError as error:
         raise UsageError(f"{directory}: {error.strerror}") from error
     if file_names:
         raise UsageError(
-            f"{directory}: has {quote_name(file_names[0])}, but neither {SINGLE_FILE} nor {INDEX_FILE}. Only"
-            " safetensors are read, because a pickle can run code. Save the model with transformers'"
+            f"{directory}: has {to_printable(file_names[0])}, but neither {SINGLE_FILE} nor {INDEX_FILE}."
+            " Only safetensors are read, because a pickle can run code. Save the model with transformers'"
             " save_pretrained."
         )
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor, by the index."""
-    weight_map = files.read_json_object(path, limit=LARGEST_INDEX).get("weight_map")
+    weight_map = files.read_json_object(path, limit=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{path}: weight_map is missing, empty or not a JSON object")
     violations = [
-        f"{quote_name(name)}: must be in a safetensors file of this directory, but weight_map has"
+        f"{to_printable(name)}: must be in a safetensors file of this directory, but weight_map has"
         f" {format_value(file)}"
         for name, file in weight_map.items()
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors")
@@ -180,10 +192,11 @@ def _read_index(path: Path) -> dict[str, str]:
 def _find_misplaced(indexed: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     for name, file in indexed.items():
         if name not in tensors:
-            yield f"{quote_name(name)} is not in {quote_name(file)}, although {INDEX_FILE} lists it there"
+            yield f"{to_printable(name)} is not in {to_printable(file)}, although {INDEX_FILE} lists it there"
         elif tensors[name].file.name != file:
-            actual_file = quote_name(tensors[name].file.name)
-            yield f"{quote_name(name)} is in {actual_file}, but {INDEX_FILE} lists it in {quote_name(file)}"
+            actual_file = to_printable(tensors[name].file.name)
+            listed_file = to_printable(file)
+            yield f"{to_printable(name)} is in {actual_file}, but {INDEX_FILE} lists it in {listed_file}"
 
 
 def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
@@ -199,7 +212,7 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             begin, size = 8 + length, status.st_size
-            if size < 8 or length > LARGEST_HEADER or begin > size:
+            if size < 8 or length > MAX_HEADER_BYTES or begin > size:
                 raise ValueError(
                     f"truncated, or not safetensors: the file has {size} bytes, but its header needs {length}"
                 )
@@ -214,14 +227,14 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
                 if name != _METADATA:
                     tensors[name] = _parse_tensor(path, value, begin)
             except ValueError as error:
-                reasons.append(f"{quote_name(name)}: {error}")
+                reasons.append(f"{to_printable(name)}: {error}")
         reasons = reasons or list(_find_gaps(tensors, begin, size))
     if reasons:
         raise UsageError(f"{path}: cannot be read. Copy or download this file again", reasons)
     return tensors
 
 
-def quote_name(name: str) -> str:
+def to_printable(name: str) -> str:
     """Return the name of a tensor or a file as a message may show it."""
     text = files.to_printable(name)
     return text if len(text) <= 200 else f"{text[:197]}..."
@@ -272,12 +285,12 @@ def _find_gaps(tensors: dict[str, StoredTensor], begin: int, size: int) -> Itera
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop > size:
             yield (
-                f"{quote_name(name)} is truncated: it ends at byte {entry.stop},"
+                f"{to_printable(name)} is truncated: it ends at byte {entry.stop},"
                 f" but the file has {size} bytes"
             )
         elif entry.start != position:
             yield (
-                f"{quote_name(name)} begins at byte {entry.start}, but the tensor before it ends at"
+                f"{to_printable(name)} begins at byte {entry.start}, but the tensor before it ends at"
                 f" byte {position}"
             )
         position = max(position, entry.stop)

@@ -26,17 +26,17 @@ from bundle.pretrained.directory import (
     count_blocks,
     find_weights,
     limit_violations,
-    quote_name,
     read_tensor_headers,
+    to_printable,
 )
 from bundle.recipe import Recipe
 
 FLOATS = ("F32", "BF16", "F16")
 # Classes whose head gives labels or a reward, as transformers and reward models call them.
-_OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
-_BYTES_AT_ONCE = 2**24  # bytes at once
+_OTHER_HEAD_CLASS_PATTERN = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
+_COMPARISON_CHUNK_BYTES = 2**24  # bytes at once
 # Constants in old files that follow from the config.
-_CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
+_IGNORED_BUFFER_PATTERN = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
@@ -47,7 +47,7 @@ def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
     model = recipe.model
     if model.path is None or model.weights == "random":
         return None
-    directory = Path(hub.find_local_path(model.path))
+    directory = Path(hub.resolve_pinned_path(model.path))
     _refuse_other_head(directory, model.config, PUBLISHED_NAMES[recipe.architecture.model_type].architecture)
     weights = find_weights(directory)
     if weights is None:
@@ -57,7 +57,7 @@ def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
                 " without them."
             )
         return None
-    return _match_weights(
+    return _check_weights_match(
         weights,
         model.config,
         build_published_table(recipe),
@@ -81,7 +81,7 @@ def find_model_weights(
     table = Tensors(from_config(config, f"{directory / 'config.json'}"))
     failure = f"the weights do not fit this {architecture.model_type} model"
     mtp_remedy = "Use --mtp-layers 0 to leave them out"
-    return _match_weights(weights, config, table, architecture.mtp_layers, failure, mtp_remedy)
+    return _check_weights_match(weights, config, table, architecture.mtp_layers, failure, mtp_remedy)
 
 
 def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeights:
@@ -97,7 +97,7 @@ def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeight
     if weights is None:
         raise UsageError(f"{directory}: no weights in safetensors")
     expected = replace(from_config(recipe.model.config, "model.config"), mtp_layers=architecture.mtp_layers)
-    return _match_weights(
+    return _check_weights_match(
         weights,
         config,
         build_published_table(recipe),
@@ -114,15 +114,15 @@ def _refuse_other_head(directory: Path, config: Mapping[str, Any], expected_clas
     """
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
-        if isinstance(name, str) and _OTHER_HEAD.search(name):
+        if isinstance(name, str) and _OTHER_HEAD_CLASS_PATTERN.search(name):
             raise UsageError(
-                f"{directory}: architectures: {quote_name(name)} does not have the head of a language model."
-                f" Name a checkpoint of {expected_class}, or start without its weights"
+                f"{directory}: architectures: {to_printable(name)} does not have the head of a language"
+                f" model. Name a checkpoint of {expected_class}, or start without its weights"
                 " (model.weights: random)."
             )
 
 
-def open_weights(directory: Path) -> PretrainedWeights | None:
+def find_weights_ignoring_architecture(directory: Path) -> PretrainedWeights | None:
     """Return the weights of a directory, of any model; None where it is not a Hugging Face directory.
 
     Raise UsageError with everything that cannot be read.
@@ -133,7 +133,7 @@ def open_weights(directory: Path) -> PretrainedWeights | None:
     assert weights is not None
     config = read_config(directory) if files.is_file(directory / "config.json") else {}
     weights, violations = _with_quantization(weights, config)
-    weights = _to_published_layout(weights, config)
+    weights = _to_published_stack_order(weights, config)
     entries = weights.entries
     companions = {
         f"{name}{suffix}"
@@ -150,7 +150,7 @@ def open_weights(directory: Path) -> PretrainedWeights | None:
     return weights
 
 
-def _to_published_layout(weights: PretrainedWeights, config: Mapping[str, Any]) -> PretrainedWeights:
+def _to_published_stack_order(weights: PretrainedWeights, config: Mapping[str, Any]) -> PretrainedWeights:
     """Return the weights with all stacks in the published order, where the config's family is known."""
     family = config.get("model_type")
     if (
@@ -164,7 +164,7 @@ def _to_published_layout(weights: PretrainedWeights, config: Mapping[str, Any]) 
     return weights
 
 
-def _match_weights(
+def _check_weights_match(
     weights: PretrainedWeights,
     config: Mapping[str, Any],
     table: Tensors,
@@ -182,7 +182,7 @@ def _match_weights(
     return weights
 
 
-def read_published_names(directory: Path) -> Iterator[str]:
+def read_unquantized_names(directory: Path) -> Iterator[str]:
     """Yield the names of a directory's weights; a quantised one is named once, without its scales.
 
     Nothing is yielded where the directory holds no weights that can be read.
@@ -190,7 +190,9 @@ def read_published_names(directory: Path) -> Iterator[str]:
     with suppress(UsageError):
         weights = find_weights(directory)
         for name in weights.entries if weights else ():
-            if not name.endswith((SCALE_SUFFIX, MX_SCALES_SUFFIX)) and not _CONSTANTS.search(name):
+            if not name.endswith((SCALE_SUFFIX, MX_SCALES_SUFFIX)) and not _IGNORED_BUFFER_PATTERN.search(
+                name
+            ):
                 yield name.removesuffix(MX_BLOCKS_SUFFIX)
 
 
@@ -222,7 +224,7 @@ def _are_equal(a: StoredTensor, b: StoredTensor) -> bool:
         second.seek(b.start)
         remaining = a.stop - a.start
         while remaining:
-            size = min(remaining, _BYTES_AT_ONCE)
+            size = min(remaining, _COMPARISON_CHUNK_BYTES)
             if first.read(size) != second.read(size):
                 return False
             remaining -= size
@@ -260,7 +262,7 @@ def _find_mismatches(
             optional.update(tensor.published_names)
     expected |= {copy: expected[original] for copy, original in copies.items()}
     missing = [name for name in expected if name not in entries and name not in optional]
-    yield from (f"{name} is missing{more}" for name, more in _summarize_similar_names(missing))
+    yield from (f"{name} is missing{more}" for name, more in _summarize_numbered_names(missing))
     mtp_names = {
         name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published_names
     }
@@ -270,11 +272,11 @@ def _find_mismatches(
     for name in expected:
         known |= {f"{name}{SCALE_SUFFIX}"} if weights.scale_block else set()
         known |= {f"{name}{suffix}" for suffix in _list_companion_suffixes(entries.get(name))}
-    extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
+    extra = [name for name in entries if name not in known and not _IGNORED_BUFFER_PATTERN.search(name)]
     if ignored_prefix := table.names.ignored_prefix:
         extra = [name for name in extra if not name.startswith(ignored_prefix)]
     yield from (
-        f"{name} is not a tensor of this model{more}" for name, more in _summarize_similar_names(extra)
+        f"{name} is not a tensor of this model{more}" for name, more in _summarize_numbered_names(extra)
     )
     for name, shape in expected.items():
         if name in entries:
@@ -334,19 +336,19 @@ def _mark_transposed_stacks(weights: PretrainedWeights, table: Tensors) -> Pretr
     return weights._replace(entries={**weights.entries, **{name: stacks[name] for name in fitting}})
 
 
-def summarize_names(names: Iterable[str]) -> Iterator[str]:
+def format_similar_name_examples(names: Iterable[str]) -> Iterator[str]:
     """Yield one of the names that differ in numbers alone, and how many more there are."""
-    yield from (f"{name}{more}" for name, more in _summarize_similar_names(names))
+    yield from (f"{name}{more}" for name, more in _summarize_numbered_names(names))
 
 
-def _summarize_similar_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _summarize_numbered_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the first of the names that differ only in numbers (layers, experts), and a count of the rest."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     for pattern, members in groups.items():
-        more = f" (and {len(members) - 1} more like {quote_name(pattern)})" if len(members) > 1 else ""
-        yield quote_name(members[0]), more
+        more = f" (and {len(members) - 1} more like {to_printable(pattern)})" if len(members) > 1 else ""
+        yield to_printable(members[0]), more
 
 
 def _with_quantization(
@@ -387,16 +389,16 @@ def _join_mxfp4_stacks(entries: Mapping[str, StoredTensor]) -> tuple[dict[str, S
         if scales is None or scales.shape != entry.shape[:-1] or len(entry.shape) != 4:
             actual = "missing" if scales is None else f"{list(scales.shape)}"
             violations.append(
-                f"{quote_name(name)}{MX_SCALES_SUFFIX} is {actual}: {MXFP4} blocks {list(entry.shape)}"
+                f"{to_printable(name)}{MX_SCALES_SUFFIX} is {actual}: {MXFP4} blocks {list(entry.shape)}"
                 " must be"
                 f" [n, rows, columns / {MX_SIZE}, {bytes_of_block}], with a scale for each"
             )
         elif entry.shape[-1] != bytes_of_block or {entry.dtype, scales.dtype} != {"U8"}:
             violations.append(
-                f"{quote_name(stored)}: {MXFP4} must be U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
+                f"{to_printable(stored)}: {MXFP4} must be U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
             )
         elif name in entries:
-            violations.append(f"{quote_name(name)} is stored twice, once plain and once in {MXFP4}")
+            violations.append(f"{to_printable(name)} is stored twice, once plain and once in {MXFP4}")
         else:
             count, rows, blocks_of_row, _ = entry.shape
             stacks[name] = entry._replace(dtype=MXFP4, shape=(count, blocks_of_row * MX_SIZE, rows))
@@ -413,7 +415,7 @@ def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
     lora = recipe.model.lora
     if lora is None or lora.path is None:
         return None
-    directory = Path(hub.find_local_path(lora.path))
+    directory = Path(hub.resolve_pinned_path(lora.path))
     path = directory / adapters.WEIGHTS_FILE
     try:
         tensors = read_tensor_headers(path)
@@ -437,7 +439,7 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
         for pair in filter(None, pairs):
             matrices = [
                 adapters.build_adapter_tensor(matrix.name, matrix.shape, table.names)
-                for matrix in pair.list_matrices()
+                for matrix in pair.list_trained_matrices()
             ]
             pair_shapes = {matrix.published_names[0]: matrix.shape for matrix in matrices}
             expected |= pair_shapes
@@ -452,5 +454,5 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
         elif tensors[name].dtype not in FLOATS:
             yield f"{name} holds {tensors[name].dtype}: only {', '.join(FLOATS)} are read"
     yield from (
-        f"{quote_name(name)} belongs to none of the targets" for name in tensors if name not in expected
+        f"{to_printable(name)} belongs to none of the targets" for name in tensors if name not in expected
     )

@@ -13,10 +13,12 @@ from pathlib import Path
 from bundle import files
 from bundle.errors import UsageError
 
-MANIFEST = ".written-by-mcore-bundle"  # the files of a directory that was written here, a name a line
+MANIFEST_FILE_NAME = (
+    ".written-by-mcore-bundle"  # the files of a directory that was written here, a name a line
+)
 
 
-def refuse_overwrite(directory: Path, sources: Iterable[Path], *, force: bool) -> None:
+def refuse_overlap_and_foreign_files(directory: Path, sources: Iterable[Path], *, force: bool) -> None:
     """Raise UsageError where writing `directory` would overwrite a source or files not written here.
 
     `force` allows to replace any directory, but not a source.
@@ -59,7 +61,9 @@ def replace_directory(directory: Path) -> Iterator[Path]:
     try:
         yield partial
         with files.convert_write_errors(directory):
-            files.write_text(partial / MANIFEST, "".join(f"{name}\n" for name in _list_files(partial)))
+            files.write_text(
+                partial / MANIFEST_FILE_NAME, "".join(f"{name}\n" for name in _list_files(partial))
+            )
             if destination.exists():
                 destination.rename(previous)
             partial.rename(destination)
@@ -85,10 +89,10 @@ def _resolve_destination(directory: Path) -> Path:
 
 
 def _list_foreign_files(directory: Path) -> list[str]:
-    manifest_names = (files.read_text(directory / MANIFEST) or "").splitlines()
+    manifest_names = (files.read_text_if_small(directory / MANIFEST_FILE_NAME) or "").splitlines()
     # A network file system keeps an open file that was removed under such a name.
     file_names = (name for name in _list_files(directory) if not Path(name).name.startswith(".nfs"))
-    return [name for name in file_names if name not in {*manifest_names, MANIFEST}]
+    return [name for name in file_names if name not in {*manifest_names, MANIFEST_FILE_NAME}]
 
 
 def _list_files(directory: Path) -> list[str]:

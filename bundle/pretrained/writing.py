@@ -27,15 +27,15 @@ from bundle.architectures.contents import (
 from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import TOWER_PREFIX, Tensor, Tensors
 from bundle.pretrained.directory import DTYPE_BYTES
-from bundle.pretrained.matching import read_published_names
+from bundle.pretrained.matching import read_unquantized_names
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
-LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
+MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors, as transformers divides them
 # Files that are copied from a model's source besides its tokenizer: no weights, nothing that names them.
-_GENERATION = "generation_config.json"
-_EXTRA_PATTERNS = (_GENERATION, "*processor_config.json", "*.py")
+_GENERATION_CONFIG_FILE = "generation_config.json"
+_EXTRA_PATTERNS = (_GENERATION_CONFIG_FILE, "*processor_config.json", "*.py")
 # A tokenizer's files, all from one directory: parts of two tokenizers would make a third one.
 _TOKENIZER_FILES = (
     *TOKENIZER_PATTERNS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
@@ -43,9 +43,9 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 # The formats of the linear layers; with fp8 all other layers are bf16.
 WeightFormat = Literal["bf16", "fp32", "fp8"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+WEIGHT_NUMBER_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 FP8_BLOCK = (128, 128)  # rows and columns of one FP8 scale
-_DTYPES: dict[WeightFormat, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+_CONFIG_DTYPES: dict[WeightFormat, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class PublishedModel:
         A model that is trained on bytes keeps the tokenizer that it was published with.
         """
         kind, _, tokenizer_path = recipe.data.tokenizer.partition(":")
-        model = Path(hub.find_local_path(recipe.model.path)) if recipe.model.path else None
-        tokenizer = Path(hub.find_local_path(tokenizer_path)) if kind == "hf" else model
+        model = Path(hub.resolve_pinned_path(recipe.model.path)) if recipe.model.path else None
+        tokenizer = Path(hub.resolve_pinned_path(tokenizer_path)) if kind == "hf" else model
         extra_directories = tuple(source for source in (model, tokenizer) if source)
         source = None if recipe.model.weights == "random" else model
         return cls(
@@ -81,12 +81,12 @@ class PublishedModel:
             tokenizer,
             extra_directories,
             source,
-            recipe.data.template_text,
+            recipe.data.custom_template_text,
         )
 
     def read_source_tensor_names(self) -> list[str]:
         """Return the names of the tensors in `source`; none where it holds none that can be read."""
-        return list(read_published_names(self.source)) if self.source else []
+        return list(read_unquantized_names(self.source)) if self.source else []
 
     @property
     def sources(self) -> list[Path]:
@@ -118,7 +118,7 @@ class OutputTensor:
 
 
 def split_into_files(
-    tensors: Iterable[OutputTensor], max_bytes: int = LARGEST_FILE
+    tensors: Iterable[OutputTensor], max_bytes: int = MAX_FILE_BYTES
 ) -> Iterator[list[OutputTensor]]:
     """Yield the tensors of one file after the other, in their order; a larger tensor has its own file."""
     file_tensors: list[OutputTensor] = []
@@ -133,7 +133,7 @@ def split_into_files(
         yield file_tensors
 
 
-class SafetensorsWriter:
+class SafetensorsFileWriter:
     """A safetensors file that is written tensor by tensor, in the given order.
 
     All methods raise JobFailed where it cannot be written.
@@ -155,7 +155,7 @@ class SafetensorsWriter:
         header += b" " * (-len(header) % 8)
         self._remaining, self._path = offset, path
         with files.convert_write_errors(path):
-            self._file = files.open_writer(path)
+            self._file = files.open_large_file_writer(path)
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def append(self, values: bytes | memoryview) -> None:
@@ -171,7 +171,7 @@ class SafetensorsWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def discard(self) -> None:
+    def close_ignoring_errors(self) -> None:
         """Close a file that could not be written."""
         with suppress(OSError):
             self._file.close()
@@ -203,7 +203,7 @@ def write_config(directory: Path, model: PublishedModel, weight_format: WeightFo
     if weight_format == "fp8":
         config["quantization_config"] = _build_quantization_config(Tensors(architecture))
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 and 4
-    config[key] = _DTYPES[weight_format]
+    config[key] = _CONFIG_DTYPES[weight_format]
     config.setdefault("architectures", [names.architecture])
     if names.mtp is not None:
         config["num_nextn_predict_layers"] = architecture.mtp_layers
@@ -266,7 +266,7 @@ def _add_end_tokens(directory: Path, end_tokens: Iterable[int]) -> None:
 
     A base model's config has only the token that ends a document.
     """
-    path, key = directory / _GENERATION, "eos_token_id"
+    path, key = directory / _GENERATION_CONFIG_FILE, "eos_token_id"
     generation_config = files.read_json_object(path) if path.exists() else {}
     previous = generation_config.get(key, files.read_json_object(directory / "config.json").get(key))
     known_tokens = previous if isinstance(previous, list) else [] if previous is None else [previous]
@@ -275,12 +275,12 @@ def _add_end_tokens(directory: Path, end_tokens: Iterable[int]) -> None:
         _log.info(
             "%s: %s: added the tokens %s, which end the turns that were trained",
             directory,
-            _GENERATION,
+            _GENERATION_CONFIG_FILE,
             new_tokens,
         )
 
 
-def _write_template(directory: Path, text: str) -> None:
+def _write_chat_template(directory: Path, text: str) -> None:
     """Write this chat template into every file in which a release of transformers looks for it."""
     files.write_text(directory / CHAT_TEMPLATE_FILE, text)
     for name in (TOKENIZER_CONFIG, "chat_template.json"):  # the latter of a processor
@@ -296,14 +296,14 @@ def copy_extra_files(model: PublishedModel, directory: Path) -> None:
     from the tokenizer's directory alone.
     """
     if model.tokenizer is not None:
-        _copy_files(model.tokenizer, _TOKENIZER_FILES, directory)
+        _copy_missing_files(model.tokenizer, _TOKENIZER_FILES, directory)
     for source in model.extra_directories:
-        _copy_files(source, _EXTRA_PATTERNS, directory)
+        _copy_missing_files(source, _EXTRA_PATTERNS, directory)
     if model.chat_template is not None:
-        _write_template(directory, model.chat_template)
+        _write_chat_template(directory, model.chat_template)
 
 
-def _copy_files(source: Path, patterns: Iterable[str], directory: Path) -> None:
+def _copy_missing_files(source: Path, patterns: Iterable[str], directory: Path) -> None:
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         if path.is_file() and not (directory / path.name).exists():
             with files.convert_write_errors(directory / path.name):

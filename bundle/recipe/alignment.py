@@ -18,24 +18,24 @@ class Padding(NamedTuple):
     tail_rows: int  # one more sequence, of padding only, that ends a thd pack; 0: none
 
     @property
-    def tokens(self) -> int:
+    def real_tokens(self) -> int:
         """The real tokens of all sequences."""
         return sum(self.lengths)
 
     @property
-    def rows(self) -> tuple[int, ...]:
+    def padded_lengths_with_tail(self) -> tuple[int, ...]:
         """The rows of each sequence that an attention kernel sees: the padded ones, then the tail if any."""
         return (*self.padded_lengths, self.tail_rows) if self.tail_rows else self.padded_lengths
 
     @property
-    def total(self) -> int:
+    def total_buffer_rows(self) -> int:
         """The rows of the padded buffer, over all context-parallel ranks."""
-        return sum(self.rows)
+        return sum(self.padded_lengths_with_tail)
 
     @property
-    def longest_row(self) -> int:
+    def longest_padded_length(self) -> int:
         """The rows of the longest sequence that an attention kernel sees."""
-        return max(self.rows)
+        return max(self.padded_lengths_with_tail)
 
 
 class Alignment(NamedTuple):
@@ -61,20 +61,20 @@ class Alignment(NamedTuple):
         multiple.
         """
         chunks = 1 if self.cp == 1 else 2 * self.cp
-        return lcm(chunks, self._sharing_ranks) if self.layout == "bshd" else chunks
+        return lcm(chunks, self._sequence_shard_count) if self.layout == "bshd" else chunks
 
     @property
-    def length_multiple(self) -> int:
+    def length_multiple_without_fp8(self) -> int:
         """The multiple of a length that a job gives to every sequence or pack, without FP8.
 
         With it all ranks get equal numbers of rows.
         """
-        return lcm(self.sequence_multiple, self._sharing_ranks)
+        return lcm(self.sequence_multiple, self._sequence_shard_count)
 
     @property
     def total_multiple(self) -> int:
         """The multiple of all rows together, over all ranks."""
-        rows = self._sharing_ranks * (SCALINGS[self.scaling].row_multiple if self.scaling else 1)
+        rows = self._sequence_shard_count * (SCALINGS[self.scaling].row_multiple if self.scaling else 1)
         return lcm(self.sequence_multiple, rows)
 
     def pad(self, lengths: Sequence[int], *, length: int | None = None) -> Padding:
@@ -91,7 +91,7 @@ class Alignment(NamedTuple):
         `length` holds.
         """
         lengths = tuple(lengths)
-        _check_lengths(lengths)
+        _check_sequence_lengths(lengths)
         if self.layout == "bshd":
             count = len(lengths)
             multiple = lcm(self.sequence_multiple, self.total_multiple // gcd(self.total_multiple, count))
@@ -103,7 +103,7 @@ class Alignment(NamedTuple):
         return Padding(lengths, padded, self._compute_extent(used, length, self.total_multiple) - used)
 
     @property
-    def _sharing_ranks(self) -> int:
+    def _sequence_shard_count(self) -> int:
         """The ranks that hold different rows of one pack."""
         return self.cp * (self.tp if self.sequence_parallel else 1)
 
@@ -119,7 +119,7 @@ class Alignment(NamedTuple):
         return extent
 
 
-def _check_lengths(lengths: tuple[int, ...]) -> None:
+def _check_sequence_lengths(lengths: tuple[int, ...]) -> None:
     if not lengths:
         raise JobFailed("A micro-batch has no sequences. Add at least one.")
     # Exactly int: True is not a length, and a tensor's value would have to be read from its device.

@@ -25,7 +25,7 @@ def is_text(value: str) -> bool:
     return "{{" in value or "{%" in value or "\n" in value
 
 
-def read_text(name: str) -> str:
+def read_built_in_or_file(name: str) -> str:
     """Return the text of a built-in template or of a file. Raise UsageError where there is none."""
     names = list_built_in()
     if name not in names and not name.endswith(TEMPLATE_SUFFIX):

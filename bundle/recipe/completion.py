@@ -45,11 +45,15 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if draft.get("model.lora") is True:
         draft.set("model.lora", {}, "")
     path = draft.get("model.path")
-    if isinstance(path, str) and draft.needs_model_tokenizer(Path(hub.find_local_path(path))):
+    if isinstance(path, str) and draft.can_default_to_model_tokenizer(Path(hub.resolve_pinned_path(path))):
         draft.fill("data.tokenizer", f"hf:{path}", "model.path")
     kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
     task = TASKS.get(str(draft.get("task") or "pretrain"), Task())
-    if kind == "hf" and not task.reads_text and has_chat_template(Path(hub.find_local_path(tokenizer))):
+    if (
+        kind == "hf"
+        and not task.has_plain_text_rows
+        and has_chat_template(Path(hub.resolve_pinned_path(tokenizer)))
+    ):
         draft.fill("data.template", "chat", f"{tokenizer} has a chat template")
     if task.samples_answers:
         draft.fill("data.validation", 0.0, "rl.evaluation has the questions to evaluate with")
@@ -60,13 +64,13 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if isinstance(draft.get("model.lora"), dict):
         for default in defaults.LORA_DEFAULTS:
             draft.fill(default.key, default.value, f"default of LoRA: {default.source}")
-    kind = draft.kind
-    for default in defaults.DEFAULTS.get(kind, ()):
+    kind = draft.defaults_table_key
+    for default in defaults.DEFAULTS_BY_TRAINING_KIND.get(kind, ()):
         draft.fill_default(default, kind)
     return draft.origins
 
 
-def list_settings(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Setting]:
+def list_shown_settings(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Setting]:
     """Yield the settings of a dumped recipe that decide how it trains."""
     for key in SHOWN_SETTINGS:
         value: Any = recipe
@@ -120,11 +124,11 @@ class _Draft:
     def fill_default(self, default: Default, kind: str) -> None:
         """Fill in one default of a kind of training."""
         key, origin = default.key, f"default of {kind}: {default.source}"
-        if key == defaults.MIN_LR_SHARE:
+        if key == defaults.MIN_LR_RATIO_PSEUDO_KEY:
             lr = self.get("optimizer.lr")
             if isinstance(lr, float):
                 self.fill("optimizer.min_lr", float(f"{lr * default.value:.6g}"), origin)
-        elif key == defaults.BIAS_UPDATE_RATE and not self.has_steering_bias:
+        elif key == defaults.BIAS_UPDATE_RATE_KEY and not self.has_steering_bias:
             return
         elif key == "data.packed" and (reason := self.unpacked_reason):
             self.fill(key, False, reason)
@@ -132,7 +136,7 @@ class _Draft:
             value = default.choose(self.parameters) if default.by_size else default.value
             self.set(key, value, origin)
 
-    def needs_model_tokenizer(self, path: Path) -> bool:
+    def can_default_to_model_tokenizer(self, path: Path) -> bool:
         """Return whether the model's directory has the tokenizer, or a tokenizer must be named."""
         reads_bytes = self.get("model.config.vocab_size") == BYTE_VOCABULARY
         return has_tokenizer(path) or (self.loads_weights and not reads_bytes)
@@ -141,16 +145,18 @@ class _Draft:
     def loads_weights(self) -> bool:
         """True if training begins with published weights."""
         path, weights = self.get("model.path"), self.get("model.weights")
-        return isinstance(path, str) and weights != "random" and has_weights(Path(hub.find_local_path(path)))
+        return (
+            isinstance(path, str) and weights != "random" and has_weights(Path(hub.resolve_pinned_path(path)))
+        )
 
     @property
-    def kind(self) -> str:
+    def defaults_table_key(self) -> str:
         """The kind of training, as the table of defaults has it; empty where it has none."""
         task, adapted = self.get("task") or "pretrain", isinstance(self.get("model.lora"), dict)
         if not self.loads_weights:
             large = task == "pretrain" and self.parameters >= defaults.LEAST_PRETRAINING_PARAMETERS
-            return defaults.PRETRAINING if large else ""
-        return defaults.TRAINING_KINDS.get((task, adapted), "") if isinstance(task, str) else ""
+            return defaults.PRETRAINING_KIND if large else ""
+        return defaults.KIND_BY_TASK_AND_LORA.get((task, adapted), "") if isinstance(task, str) else ""
 
     @property
     def unpacked_reason(self) -> str:

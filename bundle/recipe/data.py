@@ -251,11 +251,11 @@ class Data(Section):
         return self.template not in (PLAIN_TEMPLATE, NO_TEMPLATE)
 
     @property
-    def template_text(self) -> str | None:
+    def custom_template_text(self) -> str | None:
         """The chat template that replaces the tokenizer's; None where none does."""
         return None if self.template in TEMPLATE_NAMES else self.template
 
     @property
-    def data_sets(self) -> list[tuple[str, ...]]:
+    def training_set_paths(self) -> list[tuple[str, ...]]:
         """The paths of each data set; in a blend every path is a data set."""
         return [(path,) for path in self.path] if self.weights else [self.path]

@@ -16,11 +16,11 @@ from bundle.errors import UsageError
 from bundle.recipe.data import DataKind
 from bundle.recipe.loading import RECIPE_DIRECTORY as RECIPES
 
-STDLIB = "stdlib"
-BUILT_IN = "builtin:"  # begins the name of a file that comes with the package
+STDLIB_PATH_KEYWORD = "stdlib"
+BUILT_IN_PREFIX = "builtin:"  # begins the name of a file that comes with the package
 MEGATRON = "megatron"
 # Tests contain deliberately broken sources, and packages from pip are not the standard library.
-SKIPPED_DIRECTORIES = frozenset(
+STDLIB_SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -35,8 +35,8 @@ DATA_SUFFIXES: dict[DataKind, tuple[str, ...]] = {
 # Files of the library `datasets` that hold no rows: of a directory of save_to_disk, and of a repository.
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 ROWLESS_FILES = frozenset({STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"})
-_STATE_BYTES = 2**24
-_SPLIT_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
+_MAX_STATE_FILE_BYTES = 2**24
+_PATH_SPLIT_WORD_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
 
 
 class DataFile(NamedTuple):
@@ -69,7 +69,9 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
             continue
         unreadable: list[str] = []
         try:
-            sources = list(_find_stdlib_files() if path == STDLIB else _find_sources(path, kind, unreadable))
+            sources = list(
+                _find_stdlib_files() if path == STDLIB_PATH_KEYWORD else _find_sources(path, kind, unreadable)
+            )
         except UsageError as error:
             violations.append(f"{key} {path!r}: {error}")
             continue
@@ -99,12 +101,12 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
     return tuple(data_files.values())
 
 
-def describe_interpreter() -> str:
+def format_python_version() -> str:
     """Return the interpreter whose standard library `stdlib` means, such as "CPython 3.11.7"."""
     return f"{platform.python_implementation()} {platform.python_version()}"
 
 
-def find_index(path: str, kind: DataKind | None) -> str:
+def normalize_to_index_path(path: str, kind: DataKind | None) -> str:
     """Return the index of megatron's files where `path` is one of them or their prefix, else `path`."""
     is_named = kind == MEGATRON or path.endswith((".bin", ".idx")) or not files.is_file(Path(path))
     if kind not in (None, MEGATRON) or not is_named or files.is_directory(Path(path)):
@@ -116,23 +118,25 @@ def find_index(path: str, kind: DataKind | None) -> str:
 def _find_stdlib_files() -> Iterator[DataFile]:
     root = Path(sysconfig.get_path("stdlib"))
     for directory, inside, names in os.walk(root):
-        inside[:] = sorted(set(inside) - SKIPPED_DIRECTORIES)  # the walk goes on through what is left here
+        inside[:] = sorted(
+            set(inside) - STDLIB_SKIPPED_DIRECTORIES
+        )  # the walk goes on through what is left here
         for name in sorted(name for name in names if name.endswith(".py")):
             path = Path(directory) / name
-            name = f"{STDLIB}/{path.relative_to(root).as_posix()}"
+            name = f"{STDLIB_PATH_KEYWORD}/{path.relative_to(root).as_posix()}"
             yield DataFile(path, name, "text", may_be_empty=True)
 
 
 def _find_sources(path: str, kind: DataKind | None, unreadable: list[str]) -> Iterator[DataFile]:
     """Yield the files that a path means; unreadable parts of a directory are added to `unreadable`."""
-    if path.startswith(BUILT_IN):
-        location = RECIPES / "data" / path.removeprefix(BUILT_IN)
+    if path.startswith(BUILT_IN_PREFIX):
+        location = RECIPES / "data" / path.removeprefix(BUILT_IN_PREFIX)
         if location.parent == RECIPES / "data" and files.is_file(location):
             yield DataFile(location, path, kind or _find_kind(location.name))
         return
     is_repository = hub.is_reference(path, "dataset")
-    path = hub.find_local_path(path, "dataset")
-    location = Path(find_index(path, kind))
+    path = hub.resolve_pinned_path(path, "dataset")
+    location = Path(normalize_to_index_path(path, kind))
     if files.is_file(location):
         yield DataFile(location, str(location), kind or _find_kind(location.name))
     elif (
@@ -156,7 +160,7 @@ def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
     """Return the files of a repository that are named train, where some are named as splits; else all."""
     splits: dict[str, list[Path]] = {}
     for path in paths:
-        if match := _SPLIT_PATTERN.search(path.relative_to(root).as_posix()):
+        if match := _PATH_SPLIT_WORD_PATTERN.search(path.relative_to(root).as_posix()):
             splits.setdefault(match[1], []).append(path)
     if splits and "train" not in splits:
         raise UsageError(f"has the splits {', '.join(splits)}, but none named train. Add a path: .../FOLDER")
@@ -192,19 +196,19 @@ def _find_saved_files(directory: Path) -> list[Path] | None:
     Raise UsageError for one of several splits, and for one that cannot be read.
     """
     if files.is_file(directory / SPLITS_FILE):
-        splits = _read_list(directory / SPLITS_FILE, "splits")
+        splits = _read_json_file_names(directory / SPLITS_FILE, "splits")
         if len(splits) != 1:
             raise UsageError(f"has the splits {', '.join(splits)}. Name one: {directory / splits[0]}")
         return _find_saved_files(directory / splits[0])
     if not files.is_file(directory / STATE_FILE):
         return None
-    return [directory / name for name in _read_list(directory / STATE_FILE, "_data_files")]
+    return [directory / name for name in _read_json_file_names(directory / STATE_FILE, "_data_files")]
 
 
-def _read_list(path: Path, key: str) -> list[str]:
+def _read_json_file_names(path: Path, key: str) -> list[str]:
     """Return the names of files or directories under `key` of a file of `datasets`."""
     try:
-        entries = json.loads(files.read_content(path, _STATE_BYTES))[key]
+        entries = json.loads(files.read_content(path, _MAX_STATE_FILE_BYTES))[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
         if names and all(isinstance(name, str) and name == Path(name).name for name in names):
             return names

@@ -10,9 +10,9 @@ SFT, LORA_SFT = "full SFT", "LoRA SFT"
 DPO, LORA_DPO = "full DPO", "LoRA DPO"
 RL, LORA_RL = "full RL", "LoRA RL"
 CONTINUED, LORA_CONTINUED = "continued pre-training", "LoRA continued pre-training"
-PRETRAINING = "pre-training"
+PRETRAINING_KIND = "pre-training"
 # By task, and whether adapters are trained.
-TRAINING_KINDS = {
+KIND_BY_TASK_AND_LORA = {
     ("sft", False): SFT,
     ("sft", True): LORA_SFT,
     ("dpo", False): DPO,
@@ -44,10 +44,10 @@ class Default(NamedTuple):
 
 
 # The name of the lowest learning rate as a share of the highest.
-MIN_LR_SHARE = "optimizer.min_lr / optimizer.lr"
+MIN_LR_RATIO_PSEUDO_KEY = "optimizer.min_lr / optimizer.lr"
 
 # The key for models whose routers have a steering bias.
-BIAS_UPDATE_RATE = "model.moe.bias_update_rate"
+BIAS_UPDATE_RATE_KEY = "model.moe.bias_update_rate"
 
 _SWIFT_ARGUMENTS_SOURCE = "ms-swift swift/megatron/arguments/megatron_args.py"
 _SWIFT_SFT_SOURCE = "ms-swift examples/megatron/sft.sh"
@@ -63,11 +63,11 @@ _ZEPHYR_SOURCE = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml
 _ZEPHYR_LORA_SOURCE = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
 _PADDLE_SFT_SOURCE = "PaddleNLP llm/run_finetune.py (PaddleNLP#11072)"
 _PADDLE_DPO_SOURCE = "PaddleFormers paddleformers/cli/train/dpo/workflow.py"
-_ARGUMENTS_SOURCE = "transformers TrainingArguments"
-_GPT3_SOURCE = (
+_HF_TRAINING_ARGUMENTS_SOURCE = "transformers TrainingArguments"
+_MEGATRON_DEEPSPEED_GPT_SOURCE = (
     "Megatron-DeepSpeed (a fork of Megatron-LM) examples/MoE/ds_pretrain_gpt_1.3B_dense.sh (GPT-3's values)"
 )
-_LLAMA_SOURCE = "Megatron-LM examples/llama/train_llama3_8b_h100_fp8.sh"
+_MEGATRON_LLAMA_SOURCE = "Megatron-LM examples/llama/train_llama3_8b_h100_fp8.sh"
 _TRL_MODEL_SOURCE = "TRL trl/trainer/model_config.py"
 # By the number of parameters.
 _GPT3_LR = (
@@ -96,10 +96,10 @@ _SWIFT_OPTIMIZER = (
 )
 _DPO_OPTIMIZER = (
     Default("optimizer.warmup_ratio", 0.1, _ZEPHYR_SOURCE),
-    Default(MIN_LR_SHARE, 0.0, _ZEPHYR_SOURCE),
+    Default(MIN_LR_RATIO_PSEUDO_KEY, 0.0, _ZEPHYR_SOURCE),
     Default("optimizer.weight_decay", 0.0, _TULU_SOURCE),
-    Default("optimizer.betas", (0.9, 0.999), _ARGUMENTS_SOURCE),
-    Default("optimizer.clip_grad", 1.0, _ARGUMENTS_SOURCE),
+    Default("optimizer.betas", (0.9, 0.999), _HF_TRAINING_ARGUMENTS_SOURCE),
+    Default("optimizer.clip_grad", 1.0, _HF_TRAINING_ARGUMENTS_SOURCE),
     Default("optimizer.schedule", "cosine", _ZEPHYR_SOURCE),
 )
 _RL_OPTIMIZER = (
@@ -109,25 +109,25 @@ _RL_OPTIMIZER = (
     Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS_SOURCE),
     Default("optimizer.schedule", "constant", _SLIME_SOURCE),
 )
-_MERGED_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT_SOURCE)
+_FULL_MODEL_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT_SOURCE)
 _ADAPTER_EXPORT = Default("checkpoint.export", "peft", _SWIFT_LORA_SOURCE)
 
-DEFAULTS: dict[str, tuple[Default, ...]] = {
+DEFAULTS_BY_TRAINING_KIND: dict[str, tuple[Default, ...]] = {
     SFT: (
         Default("model.dtype", "bf16", _TULU_SOURCE),
         Default("data.packed", True, _SWIFT_PACKED_SOURCE),
         Default("optimizer.lr", 1e-5, _SWIFT_ARGUMENTS_SOURCE),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_SFT_SOURCE),
+        Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_SFT_SOURCE),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT_SOURCE),
         *_SWIFT_OPTIMIZER,
-        _MERGED_EXPORT,
-        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_SFT_SOURCE),
+        _FULL_MODEL_EXPORT,
+        Default(BIAS_UPDATE_RATE_KEY, 0.0, _PADDLE_SFT_SOURCE),
     ),
     LORA_SFT: (
         Default("model.dtype", "bf16", _TULU_SOURCE),
         Default("data.packed", True, _SWIFT_PACKED_SOURCE),
         Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS_SOURCE),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA_SOURCE),
+        Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_LORA_SOURCE),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA_SOURCE),
         *_SWIFT_OPTIMIZER,
         _ADAPTER_EXPORT,
@@ -137,8 +137,8 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("data.packed", True, _SWIFT_DPO_SOURCE),
         Default("optimizer.lr", 5e-7, f"{_ZEPHYR_SOURCE}; {_TULU_SOURCE} from 70B on", ((60e9, 2e-7),)),
         *_DPO_OPTIMIZER,
-        _MERGED_EXPORT,
-        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO_SOURCE),
+        _FULL_MODEL_EXPORT,
+        Default(BIAS_UPDATE_RATE_KEY, 0.0, _PADDLE_DPO_SOURCE),
     ),
     LORA_DPO: (
         Default("model.dtype", "bf16", _ZEPHYR_LORA_SOURCE),
@@ -152,8 +152,8 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("data.packed", True, _SWIFT_GRPO_SOURCE),
         Default("optimizer.lr", 1e-6, _SLIME_SOURCE),
         *_RL_OPTIMIZER,
-        _MERGED_EXPORT,
-        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO_SOURCE),
+        _FULL_MODEL_EXPORT,
+        Default(BIAS_UPDATE_RATE_KEY, 0.0, _PADDLE_DPO_SOURCE),
     ),
     LORA_RL: (
         Default("model.dtype", "bf16", _SWIFT_LORA_GRPO_SOURCE),
@@ -163,32 +163,32 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         _ADAPTER_EXPORT,
     ),
     CONTINUED: (
-        Default("model.dtype", "bf16", _LLAMA_SOURCE),
-        Default("data.packed", False, _LLAMA_SOURCE),
+        Default("model.dtype", "bf16", _MEGATRON_LLAMA_SOURCE),
+        Default("data.packed", False, _MEGATRON_LLAMA_SOURCE),
         Default("optimizer.lr", 1e-5, _SWIFT_PRETRAIN_SOURCE),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_PRETRAIN_SOURCE),
+        Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_PRETRAIN_SOURCE),
         Default("optimizer.warmup_ratio", 0.03, _SWIFT_PRETRAIN_SOURCE),
         *_SWIFT_OPTIMIZER,
         Default("checkpoint.export", "hf", _SWIFT_PRETRAIN_SOURCE),
     ),
     LORA_CONTINUED: (
-        Default("model.dtype", "bf16", _LLAMA_SOURCE),
-        Default("data.packed", False, _LLAMA_SOURCE),
+        Default("model.dtype", "bf16", _MEGATRON_LLAMA_SOURCE),
+        Default("data.packed", False, _MEGATRON_LLAMA_SOURCE),
         Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS_SOURCE),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA_SOURCE),
+        Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_LORA_SOURCE),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA_SOURCE),
         *_SWIFT_OPTIMIZER,
         _ADAPTER_EXPORT,
     ),
-    PRETRAINING: (
-        Default("model.dtype", "bf16", _LLAMA_SOURCE),
-        Default("data.packed", False, _LLAMA_SOURCE),
-        Default("optimizer.lr", 6e-4, _GPT3_SOURCE, _GPT3_LR),
-        Default(MIN_LR_SHARE, 0.1, _GPT3_SOURCE),
-        Default("optimizer.warmup_ratio", 0.00125, _GPT3_SOURCE),
-        Default("optimizer.weight_decay", 0.1, _GPT3_SOURCE),
-        Default("optimizer.betas", (0.9, 0.95), _GPT3_SOURCE),
-        Default("optimizer.clip_grad", 1.0, _GPT3_SOURCE),
-        Default("optimizer.schedule", "cosine", _GPT3_SOURCE),
+    PRETRAINING_KIND: (
+        Default("model.dtype", "bf16", _MEGATRON_LLAMA_SOURCE),
+        Default("data.packed", False, _MEGATRON_LLAMA_SOURCE),
+        Default("optimizer.lr", 6e-4, _MEGATRON_DEEPSPEED_GPT_SOURCE, _GPT3_LR),
+        Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _MEGATRON_DEEPSPEED_GPT_SOURCE),
+        Default("optimizer.warmup_ratio", 0.00125, _MEGATRON_DEEPSPEED_GPT_SOURCE),
+        Default("optimizer.weight_decay", 0.1, _MEGATRON_DEEPSPEED_GPT_SOURCE),
+        Default("optimizer.betas", (0.9, 0.95), _MEGATRON_DEEPSPEED_GPT_SOURCE),
+        Default("optimizer.clip_grad", 1.0, _MEGATRON_DEEPSPEED_GPT_SOURCE),
+        Default("optimizer.schedule", "cosine", _MEGATRON_DEEPSPEED_GPT_SOURCE),
     ),
 }

@@ -20,7 +20,7 @@ MAX_DEPTH = 20
 KeyPath = tuple[str | int, ...]
 
 _TAG_PREFIX = "tag:yaml.org,2002:"
-_SCALAR_TAGS = {_TAG_PREFIX + kind for kind in ("null", "bool", "int", "float")}
+_NON_TEXT_SCALAR_TAGS = {_TAG_PREFIX + kind for kind in ("null", "bool", "int", "float")}
 # Plain words that the resolver singles out and a recipe does not: a date, `=` and `<<` are text here.
 _TEXT_TAGS = {_TAG_PREFIX + kind for kind in ("str", "timestamp", "value", "merge")}
 
@@ -63,7 +63,7 @@ def parse_value(text: str, origin: str) -> Any:
 def to_yaml(values: Mapping[str, Any]) -> str:
     """Return YAML that `parse` reads back to `values`, in their order."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.Representer = _Representer
+    yaml.Representer = _UnprintableQuotingRepresenter
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared as None
     stream = io.StringIO()
@@ -71,17 +71,17 @@ def to_yaml(values: Mapping[str, Any]) -> str:
     return stream.getvalue()
 
 
-class _Representer(SafeRepresenter):
+class _UnprintableQuotingRepresenter(SafeRepresenter):
     """Quotes what is not printable: unquoted, a line separator (U+0085, U+2028) would be read as a space."""
 
     def represent_str(self, data: str) -> Any:
         return self.represent_scalar(f"{_TAG_PREFIX}str", data, style=None if data.isprintable() else '"')
 
 
-_Representer.add_representer(str, _Representer.represent_str)
+_UnprintableQuotingRepresenter.add_representer(str, _UnprintableQuotingRepresenter.represent_str)
 
 
-class _Composer(Composer):
+class _AliasRefusingComposer(Composer):
     """Composes nodes, but no aliases: a few of them expand without bound."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -95,7 +95,7 @@ def _compose(text: str, origin: str) -> tuple[YAML, Node | None]:
     if len(text) > MOST_CHARACTERS:
         raise UsageError(f"{origin}: is longer than {MOST_CHARACTERS} characters")
     yaml = YAML(typ="safe", pure=True)
-    yaml.Composer, yaml.max_depth = _Composer, MAX_DEPTH
+    yaml.Composer, yaml.max_depth = _AliasRefusingComposer, MAX_DEPTH
     try:
         return yaml, yaml.compose(text)
     except MarkedYAMLError as error:
@@ -121,7 +121,7 @@ class _NodeReader:
                 return self._read_mapping(node, path)
             case SequenceNode() if node.tag == _TAG_PREFIX + "seq":
                 return [self.read_value(item, (*path, index)) for index, item in enumerate(node.value)]
-            case ScalarNode() if node.tag in _SCALAR_TAGS:
+            case ScalarNode() if node.tag in _NON_TEXT_SCALAR_TAGS:
                 return self._read_scalar(node, path)
             case ScalarNode() if node.tag in _TEXT_TAGS:
                 return self._read_text(node, path)

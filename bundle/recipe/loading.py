@@ -18,8 +18,8 @@ from bundle.recipe.document import MOST_CHARACTERS, KeyPath, YamlDocument, parse
 from bundle.recipe.recipe import Recipe, flatten
 
 # pydantic's mark of an invalid key in a mapping, and the words of its messages that are replaced.
-_KEY_MARKER = "[key]"
-_REPLACED_WORDS = {
+_PYDANTIC_KEY_MARKER = "[key]"
+_PYDANTIC_MESSAGE_REPLACEMENTS = {
     "Input should": "must",
     "String should": "must",
     "Value should": "must",
@@ -139,14 +139,14 @@ def _apply_override(document: YamlDocument, override: str) -> None:
 def _build_recipe(document: YamlDocument, origin: str) -> Recipe:
     violations = list(document.violations)
     _pin_commits(document, violations)
-    _merge_config_file(document, violations)
+    _merge_model_config(document, violations)
     _merge_adapter_config(document, violations)
     present_keys = {key for key, _ in flatten(document.values)}
-    origins = complete(document.values) | _replace_template(document, violations)
-    recipe = _validate(document, violations)
+    origins = complete(document.values) | _inline_template_and_get_origin(document, violations)
+    recipe = _validate_without_unknown_keys(document, violations)
     is_readable = _check_architecture(document, violations)
     if recipe is not None and is_readable:
-        recipe = _with_targets(recipe)
+        recipe = _with_expanded_lora_targets(recipe)
         for key, reason in rules.find_violations(recipe):
             violations.append(_format_violation(document, _split_key(key), reason))
     if recipe is None or violations:
@@ -160,16 +160,16 @@ def _build_recipe(document: YamlDocument, origin: str) -> Recipe:
     return recipe
 
 
-def _with_targets(recipe: Recipe) -> Recipe:
+def _with_expanded_lora_targets(recipe: Recipe) -> Recipe:
     """Return the recipe with the names of all projections, where model.lora asks for all."""
     if recipe.model.lora is None or recipe.model.lora.targets != (adapters.ALL_LINEAR,):
         return recipe
     values = recipe.dump()
-    values["model"]["lora"]["targets"] = adapters.list_all_linear_targets(Tensors(recipe.architecture))
+    values["model"]["lora"]["targets"] = adapters.list_shortest_linear_suffixes(Tensors(recipe.architecture))
     return Recipe.model_validate(values)
 
 
-def _validate(document: YamlDocument, violations: list[str]) -> Recipe | None:
+def _validate_without_unknown_keys(document: YamlDocument, violations: list[str]) -> Recipe | None:
     """Return the recipe without its unknown keys; None where the other keys break the schema."""
     values = document.values
     while True:
@@ -240,10 +240,10 @@ def _pin(
     value = section.get(key)
     try:
         if isinstance(value, str) and value.startswith(prefix):
-            section[key] = prefix + hub.pin(value.removeprefix(prefix), kind)
+            section[key] = prefix + hub.download_and_pin(value.removeprefix(prefix), kind)
         elif isinstance(value, list | tuple):
             section[key] = [
-                hub.pin(repository, kind) if isinstance(repository, str) else repository
+                hub.download_and_pin(repository, kind) if isinstance(repository, str) else repository
                 for repository in value
             ]
     except UsageError as error:
@@ -252,14 +252,14 @@ def _pin(
         raise EnvironmentUnfit(_format_violation(document, path, str(error))) from error
 
 
-def _merge_config_file(document: YamlDocument, violations: list[str]) -> None:
+def _merge_model_config(document: YamlDocument, violations: list[str]) -> None:
     """Merge model.path's config.json into model.config, whose keys count first; the dump is complete then."""
     model = document.values.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):
         return
     config = model.get("config") or {}
     try:
-        file_config = read_config(pathlib.Path(hub.find_local_path(model["path"])))
+        file_config = read_config(pathlib.Path(hub.resolve_pinned_path(model["path"])))
     except UsageError as error:
         violations.append(_format_violation(document, ("model", "path"), str(error)))
         return
@@ -274,7 +274,7 @@ def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
         return
     try:
-        adapter_config = adapters.read_adapter_config(pathlib.Path(hub.find_local_path(lora["path"])))
+        adapter_config = adapters.read_lora_settings(pathlib.Path(hub.resolve_pinned_path(lora["path"])))
     except UsageError as error:
         path = ("model", "lora", "path")
         violations += [
@@ -290,12 +290,12 @@ def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None
             f"{format_value(lora[key])} differs from {format_value(value)} in {lora['path']}. Remove the key",
         )
         for key, value in adapter_config.items()
-        if key in lora and _normalize(lora[key]) != _normalize(value)
+        if key in lora and _sort_if_list(lora[key]) != _sort_if_list(value)
     ]
     document.values["model"] = model | {"lora": lora | adapter_config}
 
 
-def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str, str]:
+def _inline_template_and_get_origin(document: YamlDocument, violations: list[str]) -> dict[str, str]:
     """Replace the name of a chat template by its text, which makes a dump complete; return its origin."""
     data = document.values.get("data")
     name = data.get("template") if isinstance(data, dict) else None
@@ -305,7 +305,7 @@ def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str
         return {}
     path = ("data", "template")
     try:
-        document.values["data"] = data | {"template": chat_template.read_text(name)}
+        document.values["data"] = data | {"template": chat_template.read_built_in_or_file(name)}
     except UsageError as error:
         violations.append(_format_violation(document, path, str(error)))
         document.values["data"] = data | {"template": chat_template.PLAIN_TEMPLATE}
@@ -313,7 +313,7 @@ def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str
     return {"data.template": f"{name}, {location}" if location else name}
 
 
-def _normalize(value: Any) -> Any:
+def _sort_if_list(value: Any) -> Any:
     """Return a list of names in sorted order, and any other value as it is."""
     return sorted(map(str, value)) if isinstance(value, list | tuple) else value
 
@@ -357,7 +357,7 @@ def _explain_errors(error: ValidationError, document: YamlDocument) -> Iterator[
     """Yield one line for each violation that pydantic found, in the words of a recipe's user."""
     known = list(Recipe.list_key_paths())
     for detail in error.errors(include_url=False, include_context=False):
-        path: KeyPath = tuple(part for part in detail["loc"] if part != _KEY_MARKER)
+        path: KeyPath = tuple(part for part in detail["loc"] if part != _PYDANTIC_KEY_MARKER)
         match detail["type"]:
             case "extra_forbidden":
                 reason = f"unknown key{_suggest_keys('.'.join(map(str, path)), known)}"
@@ -369,7 +369,7 @@ def _explain_errors(error: ValidationError, document: YamlDocument) -> Iterator[
                 reason = f"must be a section with keys, but is {format_value(detail['input'])}"
             case _:
                 message = detail["msg"]
-                for pydantic_words, recipe_words in _REPLACED_WORDS.items():
+                for pydantic_words, recipe_words in _PYDANTIC_MESSAGE_REPLACEMENTS.items():
                     message = message.replace(pydantic_words, recipe_words)
                 reason = f"{message[:1].lower()}{message[1:]}, but is {format_value(detail['input'])}"
         yield _format_violation(document, path, reason)

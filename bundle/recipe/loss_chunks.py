@@ -1,12 +1,12 @@
 """Decides how many tokens the loss takes at a time, for the engine and for the memory estimate alike."""
 
-from bundle.architectures import pad_vocab_size
+from bundle.architectures import pad_vocab_to_lcm
 from bundle.recipe.recipe import Recipe
 
 # The logits of a chunk, 512 MiB in bf16: wide enough for fast matrix products.
 _CHUNK_LOGITS = 1 << 28
 # The least logits of a micro-batch on a rank for which chunks are used: 4 GiB in bf16, and 8 more in fp32.
-_LEAST_LOGITS = 1 << 31
+_CHUNKING_THRESHOLD_LOGITS = 1 << 31
 
 
 def choose_loss_chunk(recipe: Recipe) -> int | None:
@@ -14,9 +14,9 @@ def choose_loss_chunk(recipe: Recipe) -> int | None:
 
     Chunks cost one more matrix product in the backward pass, so that only many logits are worth it.
     """
-    local_logits = count_local_logits(recipe)
+    local_logits = compute_local_vocab_size(recipe)
     tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_rows
-    return count_chunk_tokens(local_logits) if tokens * local_logits >= _LEAST_LOGITS else None
+    return count_chunk_tokens(local_logits) if tokens * local_logits >= _CHUNKING_THRESHOLD_LOGITS else None
 
 
 def count_chunk_tokens(local_logits: int) -> int:
@@ -24,7 +24,7 @@ def count_chunk_tokens(local_logits: int) -> int:
     return max(1, _CHUNK_LOGITS // local_logits)
 
 
-def count_local_logits(recipe: Recipe) -> int:
+def compute_local_vocab_size(recipe: Recipe) -> int:
     """Return the logits of one token on a rank, padding included."""
     tp = recipe.parallel.tp
-    return pad_vocab_size(recipe.architecture.vocab_size, tp) // tp
+    return pad_vocab_to_lcm(recipe.architecture.vocab_size, tp) // tp

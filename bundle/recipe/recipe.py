@@ -21,8 +21,8 @@ from bundle.recipe.data import Data
 from bundle.recipe.defaults import LORA_DEFAULTS
 from bundle.recipe.rl import RL
 from bundle.recipe.section import (
-    CompletedSection,
     Count,
+    DerivedDefaultsSection,
     Names,
     NotNegative,
     Positive,
@@ -60,7 +60,7 @@ FREE_ON_RESUME = (
 )
 
 
-class FP8(CompletedSection):
+class FP8(DerivedDefaultsSection):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Scaling = Field(
@@ -76,13 +76,13 @@ class FP8(CompletedSection):
     )
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the number format that the scaling is used with."""
         formats = [rule.format for scaling, rule in SCALINGS.items() if scaling == values.get("scaling")]
         return {"format": formats[0] if formats else "hybrid"}
 
 
-class Recompute(CompletedSection):
+class Recompute(DerivedDefaultsSection):
     """Activations computed again in the backward pass instead of being kept."""
 
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
@@ -102,7 +102,7 @@ class Recompute(CompletedSection):
     )
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the defaults of each granularity."""
         is_full = values.get("granularity") == "full"
         return {"method": "uniform", "layers": 1} if is_full else {"modules": ("core_attn",)}
@@ -130,7 +130,7 @@ class MTP(Section):
     )
 
     @property
-    def is_detached(self) -> bool:
+    def has_detached_part(self) -> bool:
         """True if some part of the model gets no gradient of the MTP losses."""
         return self.detach_trunk or self.detach_embeddings
 
@@ -153,7 +153,7 @@ class Experts(Section):
     )
 
 
-_LORA_VALUES = {default.key.rpartition(".")[2]: default.value for default in LORA_DEFAULTS}
+_LORA_DEFAULT_VALUES = {default.key.rpartition(".")[2]: default.value for default in LORA_DEFAULTS}
 
 
 class LoRA(Section):
@@ -165,9 +165,9 @@ class LoRA(Section):
         description="Adapters to start from: a PEFT directory, or ORG/NAME@REVISION of the Hub. Their config"
         " sets all other keys except loraplus_lr_ratio; only dropout may differ. null: new adapters.",
     )
-    rank: Count = Field(default=_LORA_VALUES["rank"], description="Rows of A and columns of B.")
+    rank: Count = Field(default=_LORA_DEFAULT_VALUES["rank"], description="Rows of A and columns of B.")
     alpha: Positive = Field(
-        default=_LORA_VALUES["alpha"],
+        default=_LORA_DEFAULT_VALUES["alpha"],
         description="Scale of adapters: alpha / rank; with use_rslora alpha / sqrt(rank).",
     )
     use_rslora: bool = Field(
@@ -175,13 +175,13 @@ class LoRA(Section):
         description="Rank-stabilised scale (rsLoRA: Kalajdzievski, 2023), as PEFT's use_rslora.",
     )
     dropout: float = Field(
-        default=_LORA_VALUES["dropout"],
+        default=_LORA_DEFAULT_VALUES["dropout"],
         ge=0,
         lt=1,
         description="Share of each adapter's input that is dropped in training, as PEFT's lora_dropout.",
     )
     targets: Names = Field(
-        default=_LORA_VALUES["targets"],
+        default=_LORA_DEFAULT_VALUES["targets"],
         min_length=1,
         description="Published names of the projections that get an adapter, or their last parts: q_proj,"
         " v_proj, mlp.down_proj; all-linear: all of them.",
@@ -289,7 +289,7 @@ class Model(Section):
 
     @model_validator(mode="before")
     @staticmethod
-    def _freeze_biases(values: Any) -> Any:
+    def _disable_bias_updates_with_lora(values: Any) -> Any:
         """Return the values with steering biases frozen by default where there are adapters.
 
         Beside adapters all other weights are frozen too.
@@ -305,11 +305,11 @@ class Model(Section):
         return (
             self.path is not None
             and self.weights != "random"
-            and has_weights(Path(hub.find_local_path(self.path)))
+            and has_weights(Path(hub.resolve_pinned_path(self.path)))
         )
 
     @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _require_path_or_config(self) -> Self:
         if self.path is None and not self.config:
             raise ValueError("set model.path or model.config")
         if self.path is None and self.weights == "load":
@@ -346,7 +346,7 @@ class BackendOptions(Section):
     )
 
 
-class Recipe(CompletedSection):
+class Recipe(DerivedDefaultsSection):
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
     name: str = Field(
@@ -387,7 +387,7 @@ class Recipe(CompletedSection):
     profile: Profile | None = Field(default=None, description="Steps to trace.")
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the loss section that the task needs."""
         return {"dpo": {}} if values.get("task") == "dpo" else {}
 
@@ -423,7 +423,7 @@ class Recipe(CompletedSection):
     @property
     def micro_batch_rows(self) -> int:
         """The rows of `data.sequence_length` tokens in a micro-batch."""
-        return self.train.micro_batch_samples * (1 if self.data.packed else self.documents_per_sample)
+        return self.train.micro_batch_size_or_one * (1 if self.data.packed else self.documents_per_sample)
 
     @property
     def loss_mean(self) -> Literal["token", "sequence"]:
@@ -433,11 +433,11 @@ class Recipe(CompletedSection):
         return "sequence" if self.task_traits.has_pairs else self.train.loss_mean
 
     @property
-    def run_directory(self) -> Path:
+    def default_run_directory(self) -> Path:
         """The default directory of the run."""
         return Path("runs") / self.name
 
-    def with_validation_data(self, name: str) -> "Recipe":
+    def with_validation_set_as_data(self, name: str) -> "Recipe":
         """Return the recipe with all data of one of its validation sets as its data."""
         validation_set = self.data.validation_sets[name]
         changes = {
@@ -448,7 +448,7 @@ class Recipe(CompletedSection):
         data = self.data.model_copy(update={**changes, "validation": 0.0, "validation_sets": {}})
         return self.model_copy(update={"data": data})
 
-    def with_sections(self, **sections: Section) -> "Recipe":
+    def with_unchecked_sections(self, **sections: Section) -> "Recipe":
         """Return the recipe with other sections, which its rules have not checked; the model stays."""
         changed = self.model_copy(update=sections)
         for name in ("alignment", "features"):  # the copy has them as they were
@@ -496,7 +496,7 @@ class Recipe(CompletedSection):
             "mrope": bool(architecture.rotary_sections),
             "multimodal": architecture.vision is not None,
             "mtp": mtp,
-            "mtp-detached": mtp and model.mtp.is_detached,
+            "mtp-detached": mtp and model.mtp.has_detached_part,
             "packed": self.data.packed,
             "tp": parallel.tp > 1,
             "sp": parallel.sequence_parallel,
@@ -544,12 +544,12 @@ class Recipe(CompletedSection):
             return [f"devices: {world} ranks exceed {MOST_RANKS}, the limit of a plan"]
         if not parallel.fits(world):
             return [f"parallel: this layout needs a multiple of {self._explain_least_ranks(world)}"]
-        portion = train.micro_batch_samples * parallel.compute_dp(world)
+        portion = train.micro_batch_size_or_one * parallel.compute_dp(world)
         if train.global_batch_size % portion:
             return [
                 f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size"
-                f" x dp = {train.micro_batch_samples} x {parallel.compute_dp(world)}; the next multiple is"
-                f" {-(-train.global_batch_size // portion) * portion}"
+                f" x dp = {train.micro_batch_size_or_one} x {parallel.compute_dp(world)}; the next multiple"
+                f" is {-(-train.global_batch_size // portion) * portion}"
             ]
         microbatches = train.global_batch_size // portion
         if parallel.vpp is not None and microbatches % parallel.pp:

@@ -10,9 +10,9 @@ from pydantic import Field
 from bundle.recipe.data import DataKind
 from bundle.recipe.section import (
     AS_TUPLE,
-    CompletedSection,
     Count,
     CountOrZero,
+    DerivedDefaultsSection,
     Names,
     NotNegative,
     Pair,
@@ -117,7 +117,7 @@ class RLEvaluation(Section):
     )
 
 
-class RLReward(CompletedSection):
+class RLReward(DerivedDefaultsSection):
     """A judge of answers; the reward of an answer is the weighted sum over all judges."""
 
     kind: Literal["exact", "math", "python", "http", "code"] = Field(
@@ -173,7 +173,7 @@ class RLReward(CompletedSection):
         return self.kind in ("exact", "math", "code")
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the default timeout of the kind of reward."""
         kind = values.get("kind")
         return {"timeout_seconds": REWARD_TIMEOUTS.get(kind, 5.0)} if isinstance(kind, str) else {}
@@ -203,7 +203,7 @@ class RLCorrection(Section):
     )
 
 
-class RLLoss(CompletedSection):
+class RLLoss(DerivedDefaultsSection):
     """The loss of the policy."""
 
     kind: Literal["ppo", "gspo", "cispo"] = Field(
@@ -253,7 +253,7 @@ class RLLoss(CompletedSection):
     )
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the default bounds and mean of the kind of loss."""
         kind = values.get("kind", "ppo")
         if not isinstance(kind, str):

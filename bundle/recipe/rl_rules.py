@@ -14,24 +14,24 @@ Violation = tuple[str, str]
 # `FILE.py:NAME`; a path may hold colons.
 _FUNCTION_PATTERN = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
 # Keys of a reward that only some kinds read, and what a message asks for where one of them must be present.
-_KINDS_OF_KEYS = {
+_REWARD_KINDS_BY_KEY = {
     "field": ("exact", "math"),
     "pattern": ("exact", "math"),
     "function": ("python",),
     "url": ("http",),
     "tests": ("code",),
 }
-_NEEDED_KEYS = {
+_MANDATORY_REWARD_KEY_DESCRIPTIONS = {
     "function": "FILE.py:NAME",
     "url": "the address of a server",
     "tests": "the name of the field with the tests",
 }
 _SERVER_URL_PATTERN = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
-# Keys of rl.rollout for an engine with servers; _START_KEYS are only for servers that the run starts.
-_START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
-_SERVER_KEYS = ("urls", *_START_KEYS, "weights_folder", "verify", "timeout_seconds")
+# Keys of rl.rollout for an engine with servers; _SERVER_START_KEYS are only for servers that the run starts.
+_SERVER_START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
+_SERVER_KEYS = ("urls", *_SERVER_START_KEYS, "weights_folder", "verify", "timeout_seconds")
 # What the run says itself when it starts a server.
-_FIXED_ARGUMENTS = (
+_RESERVED_SERVER_ARGUMENTS = (
     "--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key", "--load-format", "--tp",
     "--tp-size", "--tensor-parallel-size", "--base-gpu-id", "--skip-tokenizer-init", "--dtype",
     "--mem-fraction-static",
@@ -63,10 +63,10 @@ def find_violations(recipe: Recipe) -> Iterator[Violation]:
         return
     if not recipe.task_traits.samples_answers:
         return  # a section of another task is a violation itself
-    yield from _check_sampling(rl)
+    yield from _check_sampling_and_advantages(rl)
     yield from ((f"rl.rollout.{key}", reason) for key, reason in _check_servers(rl.rollout))
     yield from _check_lengths(recipe, rl)
-    yield from _check_updates(recipe, rl)
+    yield from _check_training(recipe, rl)
     yield from _check_data(recipe)
     if not rl.rewards:
         yield "rl.rewards", "[] has no reward. Add one, such as {kind: exact, field: answer}."
@@ -75,7 +75,7 @@ def find_violations(recipe: Recipe) -> Iterator[Violation]:
     yield from _check_loss(rl)
 
 
-def _check_sampling(rl: RL) -> Iterator[Violation]:
+def _check_sampling_and_advantages(rl: RL) -> Iterator[Violation]:
     if rl.num_generations < 2:
         yield "rl.num_generations", "1 answer per question leaves nothing to compare. Set it to 2 or more."
     if rl.rollout.top_p < 1:
@@ -118,7 +118,7 @@ def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
             yield key, f"is not read with rl.rollout.engine {rollout.engine}. Set sglang, or remove it."
         return
     if rollout.urls:
-        for key in sorted(changed.intersection(_START_KEYS)):
+        for key in sorted(changed.intersection(_SERVER_START_KEYS)):
             yield key, "is not read with rl.rollout.urls, whose servers run already. Remove one of them."
     for url in rollout.urls:
         try:
@@ -128,11 +128,11 @@ def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
     if len({*rollout.urls}) < len(rollout.urls):
         yield "urls", "names a server more than once. Name each of them once."
     for argument in rollout.arguments:
-        if argument.partition("=")[0] in _FIXED_ARGUMENTS:
+        if argument.partition("=")[0] in _RESERVED_SERVER_ARGUMENTS:
             yield "arguments", f"{argument} is set by the run itself. Remove it."
 
 
-def find_room(recipe: Recipe) -> int:
+def compute_max_prompt_completion_length(recipe: Recipe) -> int:
     """Return the tokens that a question with its answer may have: of a row or a pack, and of the model."""
     room = recipe.data.sequence_length
     if recipe.data.packed:
@@ -142,7 +142,7 @@ def find_room(recipe: Recipe) -> int:
 
 def _check_lengths(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     longest, length = rl.rollout.max_completion_length, recipe.data.sequence_length
-    room = find_room(recipe)
+    room = compute_max_prompt_completion_length(recipe)
     if longest < room:  # one token of a question, at least
         return
     limit = "positions of the model" if room == recipe.architecture.max_position_embeddings else "tokens"
@@ -161,7 +161,7 @@ def _check_lengths(recipe: Recipe, rl: RL) -> Iterator[Violation]:
         )
 
 
-def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
+def _check_training(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     train, checkpoint, answers = recipe.train, recipe.checkpoint, rl.answers_per_step
     if answers % train.global_batch_size:
         yield (
@@ -223,7 +223,7 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
     """Yield what is wrong with a reward, by its own keys."""
     if reward.weight == 0:
         yield "weight", "0 gives this reward no effect. Remove the reward, or set another weight."
-    for key, kinds in _KINDS_OF_KEYS.items():
+    for key, kinds in _REWARD_KINDS_BY_KEY.items():
         value = getattr(reward, key)
         if value is not None and reward.kind not in kinds:
             shown = redact_url(value) if key == "url" else value
@@ -233,20 +233,20 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
                 f"this key ({format_value(shown)}) is only for kind {owner}, but kind is '{reward.kind}'."
                 " Remove it.",
             )
-        elif value is None and reward.kind in kinds and key in _NEEDED_KEYS:
-            yield key, f"missing. Kind '{reward.kind}' needs {_NEEDED_KEYS[key]}."
+        elif value is None and reward.kind in kinds and key in _MANDATORY_REWARD_KEY_DESCRIPTIONS:
+            yield key, f"missing. Kind '{reward.kind}' needs {_MANDATORY_REWARD_KEY_DESCRIPTIONS[key]}."
     if reward.kind == "python" and reward.function is not None:
         try:
             split_function(reward.function)
         except ValueError as error:
             yield "function", f"{error}. Name a file and a function in it, such as mine.py:polite."
-    if reward.kind == "http" and reward.url is not None and not _is_address(reward.url):
+    if reward.kind == "http" and reward.url is not None and not _is_web_url(reward.url):
         yield (
             "url",
             f"{format_value(redact_url(reward.url))} is not a web address. Write http://HOST:PORT/PATH or"
             " https://HOST:PORT/PATH, without spaces or #.",
         )
-    if reward.pattern is not None and reward.kind in _KINDS_OF_KEYS["pattern"]:
+    if reward.pattern is not None and reward.kind in _REWARD_KINDS_BY_KEY["pattern"]:
         yield from _check_pattern(reward.pattern)
 
 
@@ -270,7 +270,7 @@ def redact_url(url: str) -> str:
     return f"...@{rest}" if sign else text
 
 
-def _is_address(url: str) -> bool:
+def _is_web_url(url: str) -> bool:
     if not re.fullmatch(r"https?://[!-~]+", url) or "#" in url:
         return False
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bundle import hub
 from bundle.architectures import from_config
-from bundle.architectures.adapters import find_unmatched_targets, list_all_linear_targets
+from bundle.architectures.adapters import find_unmatched_targets, list_shortest_linear_suffixes
 from bundle.architectures.contents import has_tokenizer
 from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
@@ -19,7 +19,7 @@ from bundle.recipe.stages import ChunkContents, count_rounds, find_stage_violati
 from bundle.recipe.tasks import TASKS
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
-MOST_EXPERTS = 2**16
+MAX_EXPERTS_PER_RANK = 2**16
 
 # (the key to change, what is wrong with it)
 Violation = tuple[str, str]
@@ -37,10 +37,10 @@ def find_violations(recipe: Recipe) -> list[Violation]:
         _check_vision,
         _check_delta_nets,
         _check_recomputation,
-        _check_precision_and_export,
+        _check_fp8_and_export_settings,
         _check_adapters,
         _check_data,
-        _check_training,
+        _check_training_and_optimizer,
         rl_rules.find_violations,
         _check_profile,
     ):
@@ -53,7 +53,7 @@ def _check_tensor_parallel(recipe: Recipe) -> Iterator[Violation]:
     sizes = {"num_attention_heads": a.num_attention_heads}
     if a.mla is None:
         sizes["num_key_value_heads"] = a.num_query_groups
-    if 0 in a.layer_pattern:
+    if 0 in a.moe_layer_pattern:
         sizes["intermediate_size"] = a.ffn_hidden_size
     if a.moe and a.moe.shared_ffn_hidden_size:
         sizes["width of the shared experts"] = a.moe.shared_ffn_hidden_size
@@ -65,7 +65,7 @@ def _check_tensor_parallel(recipe: Recipe) -> Iterator[Violation]:
             yield "parallel.tp", f"{tp} does not divide {name} {size}"
     if tp > 1 and not recipe.parallel.sequence_parallel:
         key = "parallel.sequence_parallel"
-        if 1 in a.layer_pattern:
+        if 1 in a.moe_layer_pattern:
             yield key, "false is refused by megatron-core with experts and tp > 1. Set it to true."
         elif a.mla is not None:
             yield (
@@ -96,11 +96,11 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
             yield "parallel.etp", f"{parallel.etp} is for experts, but the model has none. Leave it out."
         return
     layers = sum(moe.layer_pattern) + recipe.architecture.mtp_layers
-    if layers * moe.num_experts > MOST_EXPERTS * parallel.ep:
+    if layers * moe.num_experts > MAX_EXPERTS_PER_RANK * parallel.ep:
         yield (
             "parallel.ep",
-            f"{layers} layers of {moe.num_experts} experts give more than {MOST_EXPERTS} experts on each"
-            " rank, the limit of a plan. Raise it.",
+            f"{layers} layers of {moe.num_experts} experts give more than {MAX_EXPERTS_PER_RANK} experts on"
+            " each rank, the limit of a plan. Raise it.",
         )
     if moe.num_experts % parallel.ep:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
@@ -114,9 +114,11 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
 
 
-_END_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_FIRST_AND_LAST_STAGE_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
-_ONE_STAGE = "needs several pipeline stages, but parallel.pp is 1. Raise parallel.pp, or leave this key out."
+_MULTIPLE_STAGES_REQUIRED_MESSAGE = (
+    "needs several pipeline stages, but parallel.pp is 1. Raise parallel.pp, or leave this key out."
+)
 
 
 def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
@@ -126,14 +128,16 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     has_layout = parallel.pipeline_model_parallel_layout is not None
     if parallel.vpp is not None and parallel.pp == 1 and not has_layout:
         yield "parallel.vpp", f"{parallel.vpp} model chunks per pipeline stage need parallel.pp > 1."
-    ends = {key: length for key in _END_KEYS if (length := getattr(parallel, key)) is not None}
+    ends = {
+        key: length for key in _FIRST_AND_LAST_STAGE_KEYS if (length := getattr(parallel, key)) is not None
+    }
     if has_layout:
         for key in ends:
             yield f"parallel.{key}", f"{_LAYOUT_KEY} already sets every stage. Leave one of the two keys out."
         yield from _check_pipeline_layout(recipe)
     elif parallel.pp == 1:
         for key in ends:
-            yield f"parallel.{key}", _ONE_STAGE
+            yield f"parallel.{key}", _MULTIPLE_STAGES_REQUIRED_MESSAGE
     elif _list_stages(recipe) is not None:
         return
     elif ends:
@@ -153,10 +157,10 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
     """Yield what is wrong with a layout string, and what is not computed in its stages."""
     parallel, architecture = recipe.parallel, recipe.architecture
     if parallel.pp == 1:
-        yield _LAYOUT_KEY, _ONE_STAGE
+        yield _LAYOUT_KEY, _MULTIPLE_STAGES_REQUIRED_MESSAGE
         return
     try:
-        layout = parallel.layout
+        layout = parallel.pipeline_stages
     except ValueError as error:
         yield _LAYOUT_KEY, str(error)
         return
@@ -200,7 +204,7 @@ def _explain_uneven_stages(parallel: Parallel, layers: int) -> str:
 
 def _check_sequences(recipe: Recipe) -> Iterator[Violation]:
     parallel, length = recipe.parallel, recipe.data.sequence_length
-    multiple = recipe.alignment.length_multiple
+    multiple = recipe.alignment.length_multiple_without_fp8
     if length % multiple:
         shares = f"cp {parallel.cp}" if parallel.cp > 1 else ""
         if parallel.sequence_parallel:
@@ -213,11 +217,11 @@ def _check_sequences(recipe: Recipe) -> Iterator[Violation]:
             f"{length} exceeds the model's max_position_embeddings {longest}. If the model's rope_scaling"
             " allows more, also set model.config.max_position_embeddings.",
         )
-    if recipe.data.packed and recipe.train.micro_batch_samples != 1:
+    if recipe.data.packed and recipe.train.micro_batch_size_or_one != 1:
         yield (
             "train.micro_batch_size",
-            f"{recipe.train.micro_batch_samples} is not allowed with data.packed (a micro-batch is one pack)."
-            " Set it to 1 and raise data.sequence_length.",
+            f"{recipe.train.micro_batch_size_or_one} is not allowed with data.packed (a micro-batch is one"
+            " pack). Set it to 1 and raise data.sequence_length.",
         )
 
 
@@ -267,7 +271,8 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
     deepest = len(recipe.architecture.vision.deepstack)
     if stages and (first := stages[0][0].layers) < deepest:
         vpp, key = recipe.parallel.vpp, "parallel.pp"
-        remedy = f"Lower parallel.pp, or set parallel.{_END_KEYS[0]} to {deepest * (vpp or 1)} or more"
+        remedy = f"Lower parallel.pp, or set parallel.{_FIRST_AND_LAST_STAGE_KEYS[0]} to"
+        remedy += f" {deepest * (vpp or 1)} or more"
         if recipe.parallel.pipeline_model_parallel_layout is not None:
             key, remedy = _LAYOUT_KEY, f"Write t {deepest} times or more before the first |"
         yield (
@@ -305,7 +310,7 @@ def _check_delta_nets(recipe: Recipe) -> Iterator[Violation]:
         yield "checkpoint.export", "hf-fp8 does not support gated delta nets. Set it to hf."
 
 
-RECOMPUTED_MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
+RECOMPUTABLE_MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
 
 
 def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
@@ -328,10 +333,11 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
                 f"model.recompute.{key}",
                 f"{value!r} has no effect with granularity: selective. Leave it out.",
             )
-    if unknown := sorted(set(recompute.modules) - RECOMPUTED_MODULES):
+    if unknown := sorted(set(recompute.modules) - RECOMPUTABLE_MODULES):
         yield (
             "model.recompute.modules",
-            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(sorted(RECOMPUTED_MODULES))}.",
+            f"unknown: {', '.join(map(repr, unknown))}."
+            f" Choose from {', '.join(sorted(RECOMPUTABLE_MODULES))}.",
         )
     if "mla_up_proj" in recompute.modules and architecture.mla is None:
         yield "model.recompute.modules", "'mla_up_proj' needs latent attention, but the model has none."
@@ -343,11 +349,11 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         architecture.moe and architecture.moe.shared_ffn_hidden_size
     ):
         yield "model.recompute.modules", "the model has no shared experts. Remove shared_experts."
-    if "mlp" in recompute.modules and 0 not in architecture.layer_pattern:
+    if "mlp" in recompute.modules and 0 not in architecture.moe_layer_pattern:
         yield "model.recompute.modules", "'mlp' is listed, but the model has no dense layers. Remove it."
 
 
-def _check_precision_and_export(recipe: Recipe) -> Iterator[Violation]:
+def _check_fp8_and_export_settings(recipe: Recipe) -> Iterator[Violation]:
     if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
         yield "model.dtype", "fp32 is not allowed with model.fp8. Set it to bf16."
     family = recipe.architecture.model_type
@@ -371,7 +377,7 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
         return
     table = Tensors(recipe.architecture)
     if missing := find_unmatched_targets(table, lora.targets):
-        known = ", ".join(list_all_linear_targets(table))
+        known = ", ".join(list_shortest_linear_suffixes(table))
         yield "model.lora.targets", f"no projection is called {', '.join(missing)}. Choose from {known}."
     if lora.use_dora and lora.dropout:
         yield "model.lora.dropout", f"{lora.dropout} is not supported with model.lora.use_dora. Set it to 0."
@@ -402,7 +408,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
             f"the weights in {recipe.model.path} were trained with another tokenizer than 'bytes'. Leave"
             " this key out, name hf:DIR, or set model.weights: random",
         )
-    for key, source in _list_sources(recipe):
+    for key, source in _list_source_settings(recipe):
         if reason := explain_unfit_source(recipe.task, source):
             yield key, reason
     if data.weights is not None and len(data.weights) != len(data.path):
@@ -416,7 +422,9 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
             "data.template",
             "the tokenizer 'bytes' has no chat template. Set data.template: plain or data.tokenizer: hf:DIR.",
         )
-    if data.template_text is not None and (reason := chat_template.find_defect(data.template_text)):
+    if data.custom_template_text is not None and (
+        reason := chat_template.find_defect(data.custom_template_text)
+    ):
         yield "data.template", reason
     if data.template_arguments and not data.has_template:
         yield "data.template_arguments", "needs a chat template. Set data.template: chat."
@@ -431,13 +439,13 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
 
 def _is_byte_model(recipe: Recipe) -> bool:
     """Return whether a pretrained model reads bytes: it has as many tokens, and no other tokenizer."""
-    path = Path(hub.find_local_path(recipe.model.path or ""))
+    path = Path(hub.resolve_pinned_path(recipe.model.path or ""))
     return recipe.architecture.vocab_size == BYTE_VOCABULARY and not has_tokenizer(path)
 
 
 def explain_unfit_source(task: str, kind: DataKind) -> str | None:
     """Return why a task cannot be learned from files of a kind; None where it can."""
-    if kind not in ("text", "megatron") or TASKS[task].reads_text:
+    if kind not in ("text", "megatron") or TASKS[task].has_plain_text_rows:
         return None
     return (
         f"{kind} files have no fields, but task {task} needs rows with {TASKS[task].row_fields}. Use jsonl,"
@@ -445,7 +453,7 @@ def explain_unfit_source(task: str, kind: DataKind) -> str | None:
     )
 
 
-def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
+def _list_source_settings(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
     """Yield the key and the kind of each data set whose kind the recipe names."""
     if recipe.data.source is not None:
         yield "data.source", recipe.data.source
@@ -454,7 +462,7 @@ def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
             yield f"data.validation_sets.{name}.source", validation_set.source
 
 
-def _check_training(recipe: Recipe) -> Iterator[Violation]:
+def _check_training_and_optimizer(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
     if recipe.checkpoint.keep_best is not None and not recipe.task_traits.samples_answers:
         yield (
@@ -492,10 +500,11 @@ def _check_training(recipe: Recipe) -> Iterator[Violation]:
         yield "optimizer.betas", f"{list(optimizer.betas)} must be two numbers from 0 to below 1."
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:
         yield "distributed.overlap_param_gather", "true needs overlap_grad_reduce: true in megatron-core."
-    if train.global_batch_size % train.micro_batch_samples:
+    if train.global_batch_size % train.micro_batch_size_or_one:
         yield (
             "train.global_batch_size",
-            f"{train.global_batch_size} is not a multiple of micro_batch_size {train.micro_batch_samples}",
+            f"{train.global_batch_size} is not a multiple of micro_batch_size"
+            f" {train.micro_batch_size_or_one}",
         )
     elif recipe.devices.per_node is not None:
         world = recipe.devices.nodes * recipe.devices.per_node
@@ -524,7 +533,9 @@ def _check_distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
 def _check_precision_aware(recipe: Recipe) -> Iterator[Violation]:
     optimizer, key = recipe.optimizer, "optimizer.use_precision_aware_optimizer"
     offload = optimizer.optimizer_cpu_offload
-    typed_keys = [f"optimizer.{name}" for name, dtype in optimizer.moment_types.items() if dtype != "fp32"]
+    typed_keys = [
+        f"optimizer.{name}" for name, dtype in optimizer.moment_dtype_settings.items() if dtype != "fp32"
+    ]
     if optimizer.use_precision_aware_optimizer:
         if optimizer.name != "adam" or not optimizer.use_distributed_optimizer:
             yield key, "true needs name: adam and use_distributed_optimizer: true in megatron-core."

@@ -42,11 +42,11 @@ class Section(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
 
-class CompletedSection(Section):
+class DerivedDefaultsSection(Section):
     """A section some of whose keys follow others of it, where they are left out."""
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return values for keys that were left out or are null, derived from the values of other keys."""
         return {}
 
@@ -56,7 +56,7 @@ class CompletedSection(Section):
         if not isinstance(values, dict):
             return values
         return values | {
-            key: value for key, value in cls.derive_keys(values).items() if values.get(key) is None
+            key: value for key, value in cls.derive_defaults(values).items() if values.get(key) is None
         }
 
 
@@ -85,7 +85,7 @@ def _to_names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _to_tuple(value)
 
 
-def _to_text(value: Any) -> Any:
+def _stringify_integer(value: Any) -> Any:
     """Return a number as the text of a variable."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
@@ -94,18 +94,18 @@ def _to_text(value: Any) -> Any:
 _VARIABLE_PREFIXES = (
     "NCCL HCCL GLOO UCX FI OMP MKL KMP CUDA CUDNN CUBLAS TORCH PYTORCH NVTE ASCEND TASK CPU MALLOC"
 )
-_VARIABLE_PATTERN = re.compile(rf"({_VARIABLE_PREFIXES.replace(' ', '|')})_[A-Z0-9_]{{1,80}}")
-_FILE_PATTERN = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
+_SETTABLE_VARIABLE_PATTERN = re.compile(rf"({_VARIABLE_PREFIXES.replace(' ', '|')})_[A-Z0-9_]{{1,80}}")
+_REFUSED_VARIABLE_NAME_PATTERN = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
 
 
-def _check_variable(name: str) -> str:
+def _check_settable_variable(name: str) -> str:
     """Return the name of a variable that a job may set. Raise ValueError for any other."""
-    if not _VARIABLE_PATTERN.fullmatch(name):
+    if not _SETTABLE_VARIABLE_PATTERN.fullmatch(name):
         raise ValueError(
             "a recipe cannot set this variable, because its name begins with none of"
             f" {', '.join(_VARIABLE_PREFIXES.split())}. Set it in the environment that starts the ranks"
         )
-    if _FILE_PATTERN.search(name):
+    if _REFUSED_VARIABLE_NAME_PATTERN.search(name):
         raise ValueError(
             "a recipe cannot set this variable, because it names devices, or a file that may contain code."
             " Set it in the environment that starts the ranks"
@@ -126,9 +126,11 @@ CountOrAuto = Annotated[Count | Literal["auto"], BeforeValidator(_check_count_or
 CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-VariableName = Annotated[str, AfterValidator(_check_variable)]
+VariableName = Annotated[str, AfterValidator(_check_settable_variable)]
 VariableValue = Annotated[
-    str, BeforeValidator(_to_text, json_schema_input_type=str | int), Field(pattern=r"^[ -~]{0,1000}$")
+    str,
+    BeforeValidator(_stringify_integer, json_schema_input_type=str | int),
+    Field(pattern=r"^[ -~]{0,1000}$"),
 ]
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_to_names, json_schema_input_type=str | tuple[str, ...])]

@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from bundle.environment import MOST_RANKS_PER_NODE
 from bundle.recipe.section import (
     AS_TUPLE,
-    CompletedSection,
     Count,
     CountOrAuto,
     CountOrZero,
+    DerivedDefaultsSection,
     NotNegative,
     Pair,
     Positive,
@@ -24,7 +24,7 @@ from bundle.recipe.stages import (
     ChunkContents,
     assign_stages,
     count_rounds,
-    divide_evenly,
+    divide_stages_evenly,
     find_stage_violations,
     parse_layout,
 )
@@ -42,7 +42,7 @@ class Devices(Section):
     )
 
 
-class Parallel(CompletedSection):
+class Parallel(DerivedDefaultsSection):
     """Sizes of the parallel groups: pp x dp x cp x tp ranks, for experts pp x expert dp x ep x etp."""
 
     tp: Count = Field(default=1, description="Tensor parallel size.")
@@ -87,7 +87,7 @@ class Parallel(CompletedSection):
     )
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return etp and sequence_parallel as tp says, and vpp as the layout says."""
         tp = values.get("tp", 1)
         derived = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
@@ -109,7 +109,7 @@ class Parallel(CompletedSection):
         return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
 
     @property
-    def layout(self) -> tuple[str, ...]:
+    def pipeline_stages(self) -> tuple[str, ...]:
         """The stages of the layout string, each as its letters; empty without one.
 
         Raise ValueError for a text that is not a layout.
@@ -119,7 +119,7 @@ class Parallel(CompletedSection):
     @property
     def mtp_rank(self) -> int:
         """The pipeline rank of the MTP layers, if there are any."""
-        ranks = (number % self.pp for number, stage in enumerate(self.layout) if "m" in stage)
+        ranks = (number % self.pp for number, stage in enumerate(self.pipeline_stages) if "m" in stage)
         return next(ranks, self.pp - 1)
 
     def compute_stages(self, layers: int, mtp_layers: int) -> tuple[tuple[ChunkContents, ...], ...] | None:
@@ -130,9 +130,9 @@ class Parallel(CompletedSection):
         """
         if self.pipeline_model_parallel_layout is None:
             lengths = self._compute_stage_lengths(layers)
-            return None if lengths is None else divide_evenly(lengths, self.vpp or 1, mtp_layers)
+            return None if lengths is None else divide_stages_evenly(lengths, self.vpp or 1, mtp_layers)
         try:
-            layout = self.layout
+            layout = self.pipeline_stages
         except ValueError:
             return None
         if any(find_stage_violations(layout, self.pp, layers=layers, mtp_layers=mtp_layers)):
@@ -231,7 +231,7 @@ class Train(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, values: Any) -> Any:
+    def _compute_steps_from_samples(cls, values: Any) -> Any:
         """Return the values with steps computed from samples, where steps are left out."""
         if not isinstance(values, dict) or values.get("steps") is not None:
             return values
@@ -255,7 +255,7 @@ class Train(Section):
         return self
 
     @property
-    def micro_batch_samples(self) -> int:
+    def micro_batch_size_or_one(self) -> int:
         """The samples of a micro-batch; 1 until a plan has replaced `auto` by a number."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
@@ -270,7 +270,7 @@ class Train(Section):
         return self.steps is not None and other.steps is not None and self.steps > other.steps
 
 
-class Optimizer(CompletedSection):
+class Optimizer(DerivedDefaultsSection):
     """The optimizer, by megatron-core's names, and the learning rate of each step."""
 
     name: Literal["adam", "sgd"] = Field(
@@ -339,7 +339,7 @@ class Optimizer(CompletedSection):
     clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no clipping.")
 
     @classmethod
-    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the default of use_distributed_optimizer: true where megatron-core supports it."""
         return {"use_distributed_optimizer": values.get("name", "adam") == "adam"}
 
@@ -350,7 +350,7 @@ class Optimizer(CompletedSection):
         return min(math.ceil(Fraction(str(self.warmup_ratio)) * steps), steps - 1)
 
     @property
-    def moment_types(self) -> dict[str, str]:
+    def moment_dtype_settings(self) -> dict[str, str]:
         """The types of the moments of a precision-aware optimizer, by key."""
         return {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
 
@@ -400,7 +400,7 @@ class Checkpoint(Section):
     )
 
     @property
-    def max_checkpoints(self) -> int:
+    def peak_disk_count(self) -> int:
         """The most checkpoints on the disk at once: those that stay, and one more that is being written."""
         return self.keep + 1
 

@@ -18,8 +18,8 @@ from bundle.errors import format_count
 MAX_LETTERS = 2**16
 
 _LETTER_PATTERN = r"[EtmL|](?:\*[0-9]+)?"
-_PART_PATTERN = re.compile(rf"({_LETTER_PATTERN})|\((,*(?:{_LETTER_PATTERN},*)+)\)\*([0-9]+)|,")
-_REPEATED_PATTERN = re.compile(r"([EtmL|])(?:\*([0-9]+))?")
+_LAYOUT_TOKEN_PATTERN = re.compile(rf"({_LETTER_PATTERN})|\((,*(?:{_LETTER_PATTERN},*)+)\)\*([0-9]+)|,")
+_LETTER_WITH_FACTOR_PATTERN = re.compile(r"([EtmL|])(?:\*([0-9]+))?")
 
 
 class ChunkContents(NamedTuple):
@@ -38,13 +38,15 @@ def parse_layout(layout: str) -> tuple[str, ...]:
     """
     position = 0
     parts: list[str] = []
-    while (part := _PART_PATTERN.match(layout, position)) is not None:
+    while (part := _LAYOUT_TOKEN_PATTERN.match(layout, position)) is not None:
         letter, group, times = part.groups()
         parts.append(
-            _repeat_letters(_expand_letters(group), times) if group else _expand_letters(letter or "")
+            _repeat_letters(_expand_letter_factors(group), times)
+            if group
+            else _expand_letter_factors(letter or "")
         )
         if sum(map(len, parts)) > MAX_LETTERS:
-            raise ValueError(_TOO_LONG)
+            raise ValueError(_LAYOUT_TOO_LONG_MESSAGE)
         position = part.end()
     if position < len(layout):
         raise ValueError(
@@ -54,19 +56,20 @@ def parse_layout(layout: str) -> tuple[str, ...]:
     return tuple("".join(parts).split("|"))
 
 
-_TOO_LONG = f"the expanded layout has more than {MAX_LETTERS} letters"
+_LAYOUT_TOO_LONG_MESSAGE = f"the expanded layout has more than {MAX_LETTERS} letters"
 
 
-def _expand_letters(letters: str) -> str:
+def _expand_letter_factors(letters: str) -> str:
     return "".join(
-        _repeat_letters(letter, times or "1") for letter, times in _REPEATED_PATTERN.findall(letters)
+        _repeat_letters(letter, times or "1")
+        for letter, times in _LETTER_WITH_FACTOR_PATTERN.findall(letters)
     )
 
 
 def _repeat_letters(letters: str, times: str) -> str:
     factor = int(times) if len(times) < 9 else MAX_LETTERS + 1
     if len(letters) * factor > MAX_LETTERS:
-        raise ValueError(_TOO_LONG)
+        raise ValueError(_LAYOUT_TOO_LONG_MESSAGE)
     return letters * factor
 
 
@@ -86,7 +89,7 @@ def assign_stages(stages: Sequence[str], pp: int) -> tuple[tuple[ChunkContents, 
     return tuple(tuple(contents[rank::pp]) for rank in range(pp))
 
 
-def divide_evenly(
+def divide_stages_evenly(
     lengths: Sequence[int], rounds: int, mtp_layers: int
 ) -> tuple[tuple[ChunkContents, ...], ...]:
     """Return the contents of each rank's chunks for stages with these numbers of layers.

@@ -13,7 +13,7 @@ class Task(NamedTuple):
     samples_answers: bool = False  # to the questions in its rows
 
     @property
-    def reads_text(self) -> bool:
+    def has_plain_text_rows(self) -> bool:
         """Return whether every token of a text is learned, without a chat template."""
         return not self.row_fields
 

@@ -25,7 +25,7 @@ def make_wrapper(function: Function) -> Callable[[Function], Function]:
     return wrapper
 
 
-def bind_arguments(original: Function, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+def bind_passed_arguments(original: Function, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
     """Return the arguments of a call by the original's parameters. Raises TypeError as the call would."""
     return _read_signature(original).bind(*args, **kwargs)
 

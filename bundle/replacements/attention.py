@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from bundle.mcore import accepts, packed_sequences
-from bundle.replacements import Function, bind_arguments, make_wrapper
+from bundle.replacements import Function, bind_passed_arguments, make_wrapper
 from bundle.replacements.mla import keeps_full_tables, sum_over_ranks
 
 
@@ -45,24 +45,25 @@ def select_gate_heads(original: Function, self: Any, *args: Any, **kwargs: Any) 
 
 
 @make_wrapper
-def use_passed_group(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def pass_group_to_cross_attention(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Return `CrossAttention.__init__` whose projections are split over the passed group of ranks.
 
     The original splits them over the ranks of the layout. Nothing changes where no group is passed.
     """
-    call = bind_arguments(original, self, *args, **kwargs)
+    call = bind_passed_arguments(original, self, *args, **kwargs)
     arguments = call.arguments
     collection = arguments.get("pg_collection") or arguments.get("model_comm_pgs")  # the latter to 0.14
     if collection is not None:
         parts = arguments["submodules"]
         projections = {
-            name: _bind_group(getattr(parts, name), collection.tp) for name in ("linear_q", "linear_kv")
+            name: _bind_tp_group_to_spec(getattr(parts, name), collection.tp)
+            for name in ("linear_q", "linear_kv")
         }
         arguments["submodules"] = dataclasses.replace(parts, **projections)
     original(*call.args, **call.kwargs)
 
 
-def _bind_group(layer: Any, group: Any) -> Any:
+def _bind_tp_group_to_spec(layer: Any, group: Any) -> Any:
     """Return the builder of the layer, with the group bound to it."""
     if isinstance(layer, type):
         layer = ModuleSpec(module=layer)
@@ -72,7 +73,7 @@ def _bind_group(layer: Any, group: Any) -> Any:
 
 
 @make_wrapper
-def sum_output_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def sum_delta_net_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Return `GatedDeltaNet.__init__` whose output norm gets its gradient from the heads of all ranks.
 
     Under sequence parallelism megatron sums this gradient at the end of a step.
@@ -93,10 +94,10 @@ def rotate_packed_by_gather(original: Function, *args: Any, **kwargs: Any) -> to
     of the pack, and is then read from the row where the sequence begins.
     """
     rope_utils = sys.modules[original.__module__]
-    arguments = dict(bind_arguments(original, *args, **kwargs).arguments)
+    arguments = dict(bind_passed_arguments(original, *args, **kwargs).arguments)
     t, boundaries, table = (arguments.pop(name) for name in ("t", "cu_seqlens", "freqs"))
     group = arguments.pop("cp_group", None) or parallel_state.get_context_parallel_group()
-    position, begin = packed_sequences.compute_positions(boundaries, t.shape[0], group)
+    position, begin = packed_sequences.compute_positions_and_starts(boundaries, t.shape[0], group)
     knows_whole_packs = accepts(rope_utils._get_thd_freqs_on_this_cp_rank, "offset")
     if knows_whole_packs and table.shape[0] == t.shape[0] * group.size():
         position = position + begin
@@ -105,7 +106,7 @@ def rotate_packed_by_gather(original: Function, *args: Any, **kwargs: Any) -> to
     return rotated.squeeze(1)
 
 
-def say_whether_padded(original: Function) -> Function:
+def pass_pad_between_seqs(original: Function) -> Function:
     """Return TEDotProductAttention's `__init__` for packs that say whether padding lies between sequences.
 
     It does so as 0.19 does. Transformer Engine finds the padding by itself where the pack says None.
@@ -122,9 +123,9 @@ def say_whether_padded(original: Function) -> Function:
 
 
 @make_wrapper
-def keep_packed_table(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `GPTModel.forward` in which `keep_full_table` leaves the table of packed positions whole."""
-    pack = bind_arguments(original, self, *args, **kwargs).arguments.get("packed_seq_params")
+def keep_full_mrope_table(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return `GPTModel.forward` in which `keep_full_rotary_table` leaves tables of packed positions whole."""
+    pack = bind_passed_arguments(original, self, *args, **kwargs).arguments.get("packed_seq_params")
     is_multimodal_pack = (
         pack is not None and pack.qkv_format == "thd" and self.position_embedding_type == "mrope"
     )
@@ -133,7 +134,7 @@ def keep_packed_table(original: Function, self: Any, *args: Any, **kwargs: Any) 
 
 
 @make_wrapper
-def rotate_pack_rows(
+def apply_packed_mrope(
     original: Function, t: torch.Tensor, freqs: torch.Tensor, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Return `apply_rotary_pos_emb`, as attention sees it, for packs of multimodal positions.
@@ -145,6 +146,6 @@ def rotate_pack_rows(
     if boundaries is None or config.mrope_section is None:
         return original(t, freqs, config, *args, cu_seqlens=boundaries, **kwargs)
     group = kwargs.get("cp_group") or parallel_state.get_context_parallel_group()
-    position, begin = packed_sequences.compute_positions(boundaries, t.shape[0], group)
+    position, begin = packed_sequences.compute_positions_and_starts(boundaries, t.shape[0], group)
     angles = freqs.index_select(0, begin + position)
     return original(t.unsqueeze(1), angles, config, *args, cu_seqlens=None, **kwargs).squeeze(1)

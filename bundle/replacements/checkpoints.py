@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bundle.mcore import unpickling
 from bundle.replacements import Function, make_wrapper
 
-GATHERED_ELEMENTS = 2**26  # of all ranks together, on the device at one time: 256 MiB
+MAX_GATHER_ELEMENTS = 2**26  # of all ranks together, on the device at one time: 256 MiB
 
 
 @make_wrapper
@@ -35,7 +35,7 @@ def pass_serialization_format(original: Function, *args: Any, **kwargs: Any) -> 
         module._write_item = write_item
 
 
-def with_product(original: types.ModuleType) -> types.ModuleType:
+def restore_numpy_product(original: types.ModuleType) -> types.ModuleType:
     """Return numpy with `product`, as before 2.0, for one module of megatron only (to 0.15)."""
     older = types.ModuleType(original.__name__, original.__doc__)
     vars(older).update(vars(original), product=original.prod)
@@ -48,7 +48,7 @@ def unpickle_data_only(original: Function, *args: Any, **kwargs: Any) -> Any:
 
     A checkpoint may come from a stranger, and unpickling it without limits runs any code in it.
     """
-    with unpickling.restrict_to_weights():
+    with unpickling.force_weights_only_load():
         return original(*args, **kwargs)
 
 
@@ -111,7 +111,7 @@ def _gather_in_pieces(gathered: Sequence[torch.Tensor], share: torch.Tensor, gro
     if len(gathered) == 1:
         gathered[0].copy_(share)
         return
-    size = max(1, GATHERED_ELEMENTS // len(gathered))
+    size = max(1, MAX_GATHER_ELEMENTS // len(gathered))
     for start in range(0, len(share), size):
         piece = share[start : start + size].cuda()
         pieces = piece.new_empty(len(gathered) * len(piece))

@@ -30,11 +30,13 @@ def smooth_over_all_columns(
         return original(logits, target, label_smoothing, *args, **kwargs)
     columns = logits.shape[-1] * group.size()
     share = label_smoothing * columns / (columns - 1)
-    evenly = _compute_mean_loss(logits, columns, group)  # first: the original writes into what it is given
+    evenly = _compute_uniform_target_loss(
+        logits, columns, group
+    )  # first: the original writes into what it is given
     return (1 - share) * original(logits, target, 0.0, *args, **kwargs) + share * evenly
 
 
-def _compute_mean_loss(logits: torch.Tensor, columns: int, group: Any) -> torch.Tensor:
+def _compute_uniform_target_loss(logits: torch.Tensor, columns: int, group: Any) -> torch.Tensor:
     """Return the mean loss of all columns: the log of the sum of exponentials less the mean logit."""
 
     def sum_over_columns(
@@ -65,7 +67,7 @@ def select_rank_columns(original: Function, self: Any, labels: torch.Tensor, log
 
 
 @make_wrapper
-def fold_gradient_of_frozen_weight(original: Function, ctx: Any, grad_output: torch.Tensor) -> Any:
+def normalize_grad_output_strides(original: Function, ctx: Any, grad_output: torch.Tensor) -> Any:
     """Return `LinearWithFrozenWeight.backward` whose gradient is one matrix product (to 0.18).
 
     torch multiplies [s, 1, vocabulary] row by row where the stride of the size-1 dimension is unusual.
@@ -75,7 +77,9 @@ def fold_gradient_of_frozen_weight(original: Function, ctx: Any, grad_output: to
 
 
 @make_wrapper
-def count_tokens_of_all_ranks(original: Function, model: Any, num_tokens: torch.Tensor | None = None) -> Any:
+def sum_tokens_over_context_ranks(
+    original: Function, model: Any, num_tokens: torch.Tensor | None = None
+) -> Any:
     """Return `finalize_model_grads` that counts the tokens of all context-parallel ranks (0.12).
 
     mcore sums the gradients over data and context parallel ranks, but the tokens over data parallel ranks
@@ -87,7 +91,9 @@ def count_tokens_of_all_ranks(original: Function, model: Any, num_tokens: torch.
 
 
 @make_wrapper
-def start_behind_padding(original: Function, self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+def pad_before_embedding_bucket(
+    original: Function, self: Any, ddp_config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Return `_ParamAndGradBuffer.__init__` that lays a shared embedding out as 0.13 does (0.12).
 
     The embedding's bucket must start behind padding. In 0.12 it does only where the data-parallel size does
@@ -111,7 +117,7 @@ def start_behind_padding(original: Function, self: Any, ddp_config: Any, *args: 
 
 
 @make_wrapper
-def count_whole_weights_once(
+def mark_duplicated_weights_unsplit(
     original: Function, self: torch.nn.Module, *args: Any, parallel_mode: str | None, **kwargs: Any
 ) -> None:
     """Return TELinear's `__init__` that marks no duplicated weight as one rank's share (to 0.16).
@@ -150,7 +156,7 @@ def skip_empty_quantization(original: Function, model_params: Sized, *args: Any,
 
 
 @make_wrapper
-def fill_every_copy(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def copy_params_to_hybrid_optimizer(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Return `DistributedOptimizer._copy_model_params_to_main_params` that fills all stepped copies.
 
     The original returns early where the inner optimizer is a HybridDeviceOptimizer. So it runs once more
@@ -173,7 +179,7 @@ def fill_every_copy(original: Function, self: Any, *args: Any, **kwargs: Any) ->
 
 
 @make_wrapper
-def update_existing_copies(original: Function, self: Any) -> None:
+def skip_params_without_fp32_copy(original: Function, self: Any) -> None:
     """Return `HybridDeviceOptimizer._update_fp32_params_by_new_state` for parameters that are fp32 too.
 
     Such parameters are stepped themselves. They have no fp32 copy, which the original looks up.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from bundle.mcore.context import Slot
+from bundle.mcore.context import ProcessWideOverride
 from bundle.replacements import Function, make_wrapper
 
-keeps_full_tables = Slot(False)  # those of rotary positions, in `keep_full_table`
+keeps_full_tables = ProcessWideOverride(False)  # those of rotary positions, in `keep_full_rotary_table`
 
 
 @make_wrapper
@@ -24,11 +24,15 @@ def pad_value_heads(original: Function, self: Any, *args: Any, **kwargs: Any) ->
     original(self, *args, **kwargs)
     if getattr(self.config, "experimental_attention_variant", None) is None:
         width = self.config.v_head_dim
-        self.core_attention.register_forward_pre_hook(functools.partial(_widen, width), with_kwargs=True)
-        self.core_attention.register_forward_hook(functools.partial(_narrow, width), with_kwargs=True)
+        self.core_attention.register_forward_pre_hook(
+            functools.partial(_pad_packed_value, width), with_kwargs=True
+        )
+        self.core_attention.register_forward_hook(
+            functools.partial(_strip_value_padding, width), with_kwargs=True
+        )
 
 
-def _widen(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
+def _pad_packed_value(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
     """Return the arguments with the value [t, n, width] padded to the head width of the query."""
     query, key, value, *rest = args
     if _is_packed(kwargs) and value.shape[-1] == width:
@@ -38,8 +42,10 @@ def _widen(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
     return (query, key, value, *rest), kwargs
 
 
-def _narrow(width: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Return the output [t, n * width], without the padding that `_widen` added to each head."""
+def _strip_value_padding(
+    width: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """Return the output [t, n * width], without the padding that `_pad_packed_value` added to each head."""
     padded = args[2].shape[-1]
     if not _is_packed(kwargs) or padded == width:
         return output
@@ -53,7 +59,7 @@ def _is_packed(kwargs: Any) -> bool:
 
 
 @make_wrapper
-def compute_packed_heads(
+def compute_packed_qkv(
     original: Function,
     self: Any,
     hidden_states: torch.Tensor,
@@ -81,7 +87,7 @@ def compute_packed_heads(
 
 
 @make_wrapper
-def keep_full_table(original: Function, table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def keep_full_rotary_table(original: Function, table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return `get_pos_emb_on_this_cp_rank`, as rotary embeddings see it, that may leave a table whole.
 
     Each packed sequence then takes its own positions from the table.
@@ -90,7 +96,7 @@ def keep_full_table(original: Function, table: torch.Tensor, *args: Any, **kwarg
 
 
 @make_wrapper
-def apply_packed_rotary(
+def rotate_packed_with_full_table(
     original: Function, t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Return `apply_rotary_pos_emb`, as multi-latent attention sees it, for packed input below 0.14.
@@ -107,7 +113,7 @@ def apply_packed_rotary(
     return original(t, table, *args, **kwargs)
 
 
-def drop_query_norm(original: Function) -> Function:
+def drop_uncompressed_query_norm(original: Function) -> Function:
     """Return `MLASelfAttention._resolve_qk_norm_config` that leaves uncompressed queries without a norm.
 
     Their projection is the spec's, as it was before 0.19.
@@ -143,7 +149,7 @@ def sum_rotary_key_gradient(original: Function, self: Any, *args: Any, **kwargs:
     part of the same projection is summed already, with the gradient of the up projection's input.
     """
     original(self, *args, **kwargs)
-    group = _find_head_group(self)
+    group = _find_full_sequence_group(self)
     widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
 
     def hook_rotary_key(_module: Any, _inputs: Any, output: Any) -> Any:
@@ -167,14 +173,14 @@ def divide_query_norm_gradient(original: Function, self: Any, *args: Any, **kwar
     name and is not summed.
     """
     original(self, *args, **kwargs)
-    group = _find_head_group(self)
+    group = _find_full_sequence_group(self)
     if group is None or not self.config.qk_layernorm or self.config.q_lora_rank is None:
         return
     for parameter in self.q_layernorm.parameters():
         parameter.register_hook(lambda gradient: gradient / group.size())
 
 
-def _find_head_group(attention: Any) -> Any:
+def _find_full_sequence_group(attention: Any) -> Any:
     """Return the ranks that share the heads and hold the whole sequence each; None without such a group."""
     collection = getattr(attention, "pg_collection", None) or attention.model_comm_pgs  # the latter to 0.14
     group = collection.tp

@@ -67,7 +67,7 @@ def _scale_aux_losses(
 
 
 @make_wrapper
-def scale_by_sequences(
+def scale_token_count_by_batch(
     original: Function,
     self: Any,
     probs: Any,
@@ -107,7 +107,7 @@ def keep_float32_counts(original: Function, self: Any) -> None:
         counts.data = counts.data.to(torch.float32)
 
 
-_is_window_loss = context.Slot(False)
+_is_window_loss = context.ProcessWideOverride(False)
 
 
 @make_wrapper
@@ -121,7 +121,7 @@ def broadcast_padding_mask(
 
 
 @make_wrapper
-def sum_copy(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def clone_before_all_reduce(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return `reduce_from_tensor_model_parallel_region`, as the routers see it, that leaves its input alone.
 
     The original sums over the ranks in place, and the caller reads its input afterwards as its own value.
@@ -130,7 +130,7 @@ def sum_copy(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any
 
 
 @make_wrapper
-def mark_global_balancing_loss(original: Function, *args: Any, **kwargs: Any) -> Any:
+def enable_global_loss_rescaling(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Return `TopKRouter._apply_global_aux_loss` in which `rescale_global_loss_counts` is active."""
     with _is_window_loss.set(True):
         return original(*args, **kwargs)
@@ -158,7 +158,7 @@ def rescale_global_loss_counts(
 
 
 @make_wrapper
-def convert_splits_on_host(
+def convert_cpu_splits_to_numpy(
     original: Function, tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
     """Return `maybe_move_tensor_to_cpu` that converts a tensor which is on the cpu already to numbers.
@@ -169,7 +169,7 @@ def convert_splits_on_host(
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
-def disable_te_gemm(original: Any) -> None:
+def disable_te_router_gemm(original: Any) -> None:
     """Return None for `te_general_gemm`, as the router expects without Transformer Engine.
 
     The router compares the name with None, and without Transformer Engine the name is not bound.
@@ -188,11 +188,11 @@ def detach_dispatcher_tensors(original: Function, self: Any, *args: Any, **kwarg
     dispatcher = self.token_dispatcher
     for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
         attributes = vars(holder) if holder is not None else {}
-        attributes.update({k: v.detach() for k, v in attributes.items() if _is_in_graph(v)})
+        attributes.update({k: v.detach() for k, v in attributes.items() if _has_grad_fn(v)})
     return output
 
 
-def _is_in_graph(value: Any) -> bool:
+def _has_grad_fn(value: Any) -> bool:
     return torch.is_tensor(value) and value.grad_fn is not None
 
 

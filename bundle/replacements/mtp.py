@@ -8,11 +8,13 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from bundle.mcore import accepts, filter_keywords, mtp, packed_sequences
-from bundle.replacements import Function, bind_arguments, make_wrapper
+from bundle.replacements import Function, bind_passed_arguments, make_wrapper
 
 
 @make_wrapper
-def roll_over_ranks(original: Function, tensor: torch.Tensor, shifts: int = -1, dims: int = -1) -> Any:
+def roll_over_context_ranks(
+    original: Function, tensor: torch.Tensor, shifts: int = -1, dims: int = -1
+) -> Any:
     """Return `roll_tensor` that rolls the sequence of all context-parallel ranks (below 0.14).
 
     Rank r holds chunks r and 2 cp - 1 - r; the token after a chunk is the first of the next one.
@@ -41,23 +43,23 @@ def average_rolled_token_count(
 
 
 @make_wrapper
-def average_mask_token_count(original: Function, *args: Any, **kwargs: Any) -> Any:
+def average_cp_token_count(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Return `process_mtp_loss` whose token count before the roll is a mean too (0.17 and later).
 
     The original scales the loss by that count over the count after the roll. The token that rolling removes
     is missing on one rank only, so that the ratio of one rank is not that of the sequence.
     """
-    call = bind_arguments(original, *args, **kwargs)
+    call = bind_passed_arguments(original, *args, **kwargs)
     arguments = call.arguments
     group, labels, mask = arguments.get("cp_group"), arguments["labels"], arguments.get("loss_mask")
     if labels is not None and group is not None and group.size() > 1:
         mask = torch.ones_like(labels) if mask is None else mask
-        arguments["loss_mask"] = _CountedMask.from_mask(mask.float(), group)
+        arguments["loss_mask"] = _AveragedCountMask.from_mask_with_mean_count(mask.float(), group)
     return original(*call.args, **call.kwargs)
 
 
 @make_wrapper
-def keep_mask_weight(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def rescale_rolled_mask_sum(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Return `roll_tensor` whose rolled loss mask has the sum that it had before (below 0.17).
 
     The sum of the MTP losses then has the weight of the main loss. A mean does not change, since the count
@@ -67,7 +69,7 @@ def keep_mask_weight(original: Function, tensor: Any, *args: Any, **kwargs: Any)
     if tensor is None or not tensor.is_floating_point():
         return rolled, count  # token ids, positions, labels
     if accepts(original, "cp_group"):
-        group = bind_arguments(original, tensor, *args, **kwargs).arguments.get("cp_group")
+        group = bind_passed_arguments(original, tensor, *args, **kwargs).arguments.get("cp_group")
     else:  # to 0.13
         group = parallel_state.get_context_parallel_group()
     sums = torch.stack([tensor.sum(), rolled.sum()])
@@ -79,7 +81,7 @@ def keep_mask_weight(original: Function, tensor: Any, *args: Any, **kwargs: Any)
 
 
 @make_wrapper
-def roll_by_one_gather(
+def roll_packed_by_gather(
     original: Function,
     tensor: torch.Tensor,
     shifts: int,
@@ -113,14 +115,14 @@ def disable_empty_mtp(original: Function, self: Any) -> None:
 
 
 @make_wrapper
-def predict_only_with_labels(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+def skip_mtp_without_labels(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return `GPTModel.forward` that predicts further tokens only where there are labels to compare with.
 
     Without, mcore fails (to 0.16), runs the layers for nothing (0.17, 0.18), or trains them on the
     input, in evaluation too (0.19). Inference uses these layers in its own way and is not changed.
     Callers that pass separate labels in `mtp_kwargs`, as forks do (slime, miles), are not changed either.
     """
-    arguments = bind_arguments(original, self, *args, **kwargs).arguments
+    arguments = bind_passed_arguments(original, self, *args, **kwargs).arguments
     inference = arguments.get("inference_context") or arguments.get("inference_params")
     labels = arguments.get("labels") is not None or arguments.get("mtp_kwargs")
     if labels or inference is not None or not self.config.mtp_num_layers:
@@ -183,15 +185,15 @@ def scatter_embeddings(
     return original(self, *args, embedding=embed, **kwargs)
 
 
-class _CountedMask(torch.Tensor):
+class _AveragedCountMask(torch.Tensor):
     """A loss mask whose `sum()` is the average of its context-parallel group; what is made of it is plain."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     count: torch.Tensor
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor, group: Any) -> "_CountedMask":
-        counted: _CountedMask = mask.as_subclass(cls)
+    def from_mask_with_mean_count(cls, mask: torch.Tensor, group: Any) -> "_AveragedCountMask":
+        counted: _AveragedCountMask = mask.as_subclass(cls)
         counted.count = _average_over_group(group, mask.sum())
         return counted
 

@@ -13,14 +13,14 @@ from bundle.errors import EnvironmentUnfit, UsageError, format_bytes
 from bundle.files import read_content, write_text
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import flatten
-from bundle.report.reading import parse_json
-from bundle.report.samples import SampleAnswer, read_samples
+from bundle.report.reading import parse_json_or_none
+from bundle.report.samples import SampleAnswer, read_sample_selection
 
 # The most points of a drawn curve. From a longer one, the lowest and highest of each stretch are drawn.
 MAX_POINTS = 800
 _SIGNIFICANT_DIGITS = 6  # that are significant, of a value in a curve
 # The file beside a page that draws its curves.
-PLOTTING_LIBRARY = "plotly.min.js"
+LINKED_PLOTTING_LIBRARY_FILE = "plotly.min.js"
 _METRICS_LIMIT, _FILE_LIMIT = (
     1 << 28,
     1 << 24,
@@ -34,7 +34,7 @@ class Curve:
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
-    def downsample(self) -> "Curve":
+    def downsample_to_extremes(self) -> "Curve":
         """Return the curve with at most `MAX_POINTS` points."""
         count = len(self.steps)
         if count <= MAX_POINTS:
@@ -82,14 +82,14 @@ def read_run(directory: Path) -> RunReport:
     )
     plan = job.get("plan")
     planned = {**(plan if isinstance(plan, dict) else {}), "recipe": job.get("recipe")} if job else {}
-    samples = read_samples(directory, unread)
+    samples = read_sample_selection(directory, unread)
     run = RunReport(directory.resolve().name, curves, planned, versions, result, tuple(unread), samples)
-    if _is_drawable(run):
+    if _has_valid_plan(run):
         return run
     return replace(run, plan={}, unread=(*unread, "job.json: not in the format of a job file"))
 
 
-def _is_drawable(run: RunReport) -> bool:
+def _has_valid_plan(run: RunReport) -> bool:
     """Return whether the parts of a plan that a page shows have the form that a launcher writes."""
     try:
         _summarize_run(run)
@@ -106,7 +106,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
     seen: dict[str, dict[int, float]] = {}
     broken = 0
     for line in data.splitlines():
-        report = parse_json(line)
+        report = parse_json_or_none(line)
         step = report.pop("step", None) if isinstance(report, dict) else None
         if type(step) is not int:
             broken += bool(line.strip())
@@ -125,7 +125,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
 def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where there is no file, or no object in it."""
     try:
-        document = parse_json(read_content(path, _FILE_LIMIT))
+        document = parse_json_or_none(read_content(path, _FILE_LIMIT))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -137,9 +137,9 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     return document
 
 
-_MEMORY_CHART = "Memory, GiB"
+_MEMORY_CHART_TITLE = "Memory, GiB"
 # The beginnings of the metrics' names by the title of a chart. Any other metric gets its own chart.
-CHART_METRICS: Mapping[str, tuple[str, ...]] = {
+CHART_METRIC_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "Reward": ("reward/mean", "evaluation/reward"),
     "Accuracy on questions that are not learned": ("evaluation/accuracy", "evaluation/pass@"),
     "Tokens of an answer": ("completions/m", "evaluation/mean_length"),
@@ -156,16 +156,16 @@ CHART_METRICS: Mapping[str, tuple[str, ...]] = {
     "Time, seconds": ("train/step_seconds", "seconds/", "rollout/seconds", "reward/seconds"),
     "Model TFLOP/s of a device": ("train/tflops",),
     "Model FLOPs utilisation (MFU)": ("train/mfu",),
-    _MEMORY_CHART: ("memory/",),
+    _MEMORY_CHART_TITLE: ("memory/",),
 }
 # Numbers of a run that say nothing as a curve.
-_NOT_DRAWN = ("train/seconds_left", "train/samples")
+_METRICS_WITHOUT_CHART = ("train/seconds_left", "train/samples")
 _LINE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 _LINE_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def render_page(runs: Sequence[RunReport]) -> str:
-    """Return the page of these runs, side by side, which needs PLOTTING_LIBRARY beside it.
+    """Return the page of these runs, side by side, which needs LINKED_PLOTTING_LIBRARY_FILE beside it.
 
     Raise EnvironmentUnfit without the libraries that make it.
     """
@@ -190,7 +190,7 @@ def render_page(runs: Sequence[RunReport]) -> str:
         differing=list(_find_differences(runs)),
         versions=list(_build_rows([_format_versions(run) for run in runs])),
         why={patch.id: patch.why for patch in PATCHES},
-        library=PLOTTING_LIBRARY,
+        library=LINKED_PLOTTING_LIBRARY_FILE,
     )
 
 
@@ -202,7 +202,7 @@ def write_page(path: Path, runs: Sequence[RunReport]) -> None:
     page = render_page(runs)
     from plotly.offline import get_plotlyjs
 
-    write_text(path.with_name(PLOTTING_LIBRARY), get_plotlyjs())
+    write_text(path.with_name(LINKED_PLOTTING_LIBRARY_FILE), get_plotlyjs())
     write_text(path, page)
 
 
@@ -213,10 +213,10 @@ def label_runs(runs: Sequence[RunReport]) -> list[str]:
 
 
 def group_metrics_by_chart(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the numbers on each chart, in the order of `CHART_METRICS`; others are under their own name."""
-    groups: dict[str, list[str]] = {title: [] for title in CHART_METRICS}
-    for name in sorted({*names} - {*_NOT_DRAWN}):
-        title = next((t for t, starts in CHART_METRICS.items() if name.startswith(starts)), name)
+    """Return the numbers on each chart, in the order of `CHART_METRIC_PREFIXES`; others by their own name."""
+    groups: dict[str, list[str]] = {title: [] for title in CHART_METRIC_PREFIXES}
+    for name in sorted({*names} - {*_METRICS_WITHOUT_CHART}):
+        title = next((t for t, starts in CHART_METRIC_PREFIXES.items() if name.startswith(starts)), name)
         groups.setdefault(title, []).append(name)
     return {title: members for title, members in groups.items() if members}
 
@@ -231,8 +231,8 @@ def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
             for dash, (run, label) in enumerate(zip(runs, label_runs(runs), strict=True)):
                 if number not in run.curves:
                     continue
-                curve = run.curves[number].downsample()
-                unit = 2.0**30 if title == _MEMORY_CHART else 1.0
+                curve = run.curves[number].downsample_to_extremes()
+                unit = 2.0**30 if title == _MEMORY_CHART_TITLE else 1.0
                 figure.add_scatter(
                     x=curve.steps,
                     y=[float(f"{value / unit:.{_SIGNIFICANT_DIGITS}g}") for value in curve.values],

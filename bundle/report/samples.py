@@ -7,9 +7,9 @@ from typing import Any
 
 from bundle.errors import format_count
 from bundle.files import read_content
-from bundle.report.reading import parse_json
+from bundle.report.reading import parse_json_or_none
 
-_ANSWER_LIMIT = 4  # of a step
+_ANSWERS_PER_STEP = 4  # of a step
 _TEXT_LIMIT = 400  # characters of a question and of an answer
 _FILE_LIMIT = 1 << 28  # bytes
 
@@ -24,7 +24,7 @@ class SampleAnswer:
     reward: str
 
 
-def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]:
+def read_sample_selection(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]:
     """Return the samples of a run directory; add a line to `unread` for each file that cannot be read."""
     paths = sorted((directory / "rollouts").glob("step-*.jsonl"))
     samples: list[SampleAnswer] = []
@@ -34,8 +34,8 @@ def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]
         except OSError as error:
             unread.append(f"rollouts/{path.name}: {error.strerror or error}")
             continue
-        chosen = lines[:: max(1, len(lines) // _ANSWER_LIMIT)][:_ANSWER_LIMIT]
-        answers = [_build_sample(path, parse_json(line)) for line in chosen]
+        chosen = lines[:: max(1, len(lines) // _ANSWERS_PER_STEP)][:_ANSWERS_PER_STEP]
+        answers = [_build_sample(path, parse_json_or_none(line)) for line in chosen]
         samples += [answer for answer in answers if answer is not None]
         if None in answers:
             unread.append(f"rollouts/{path.name}: {format_count(answers.count(None), 'unreadable line')}")

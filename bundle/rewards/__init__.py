@@ -7,8 +7,8 @@ from bundle.rewards.judging import (
     Judgement,
     Verdict,
     check_failed_share,
+    combine_verdicts,
     join_judgements,
-    judge_all,
 )
 from bundle.rewards.pool import RewardPool
 from bundle.rewards.references import find_reference
@@ -21,7 +21,7 @@ __all__ = [
     "RewardPool",
     "Verdict",
     "check_failed_share",
+    "combine_verdicts",
     "find_reference",
     "join_judgements",
-    "judge_all",
 ]

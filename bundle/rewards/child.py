@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 # Of the process that compares mathematics: `9^9^9^9` would take all that there is.
-MEMORY_BYTES = 2**31
+MATH_MEMORY_BYTES = 2**31
 REASON_LENGTH = 300
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +45,7 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def is_explained(error: BaseException) -> bool:
+def has_self_explanatory_text(error: BaseException) -> bool:
     """Return whether the text of an error says everything, so that its type is not shown."""
     return "is_explained" in vars(type(error))
 
@@ -53,7 +53,7 @@ def is_explained(error: BaseException) -> bool:
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error, of bounded length."""
     try:
-        text = str(error) if is_explained(error) else f"{type(error).__name__}: {error}"
+        text = str(error) if has_self_explanatory_text(error) else f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  # __str__ is somebody else's
         text = type(error).__name__
     return text[:REASON_LENGTH]
@@ -98,7 +98,7 @@ def to_verdict(value: Any) -> Any:
     return ["not_a_number", f"it returned {number} for an answer, which is not a finite number"]
 
 
-def call_function(function: Callable[..., Any], answers: list[str], rows: list[Any]) -> list[Any]:
+def compute_function_verdicts(function: Callable[..., Any], answers: list[str], rows: list[Any]) -> list[Any]:
     """Return a verdict on each answer by one call of a function."""
     try:
         returned = function(answers, rows)
@@ -115,7 +115,7 @@ def call_function(function: Callable[..., Any], answers: list[str], rows: list[A
             return [failure] * len(answers)
         return [to_verdict(value) for value in values]
     except BaseException as error:  # noqa: BLE001  # SystemExit too
-        verb = "" if is_explained(error) else "it raised "
+        verb = "" if has_self_explanatory_text(error) else "it raised "
         return [["raised", f"{verb}{describe_error(error)}"]] * len(answers)
 
 
@@ -142,12 +142,12 @@ def judge_code(judge: Callable[[str, list[str]], float], answer: str, tests: lis
         return ["raised", f"the sandbox cannot run the program of the answer ({describe_error(error)})"]
 
 
-def build_judge(setting: dict[str, Any]) -> tuple[Judge, str]:
+def build_judge_and_notice(setting: dict[str, Any]) -> tuple[Judge, str]:
     """Return what judges answers, run by run (one answer at a time, or all in one call), and a notice."""
     if setting["kind"] == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing time-outs
         judge_math("1", "1")  # the imports, and a first parse
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY_BYTES, MATH_MEMORY_BYTES))
         return lambda answers, rows: ([judge_math(*pair)] for pair in zip(answers, rows, strict=True)), ""
     folder = Path(__file__).parent
     if setting["kind"] == "code":
@@ -159,7 +159,7 @@ def build_judge(setting: dict[str, Any]) -> tuple[Judge, str]:
         function = load_module(folder / "http.py").HttpReward(setting["url"], setting["seconds"]).judge
     else:
         function = load_function(setting["file"], setting["name"])
-    return lambda answers, rows: iter([call_function(function, answers, rows)]), ""
+    return lambda answers, rows: iter([compute_function_verdicts(function, answers, rows)]), ""
 
 
 def main() -> None:
@@ -169,7 +169,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a reward prints goes to the log
     connection = Connection(int(sys.argv[1]))
     try:
-        judge, notice = build_judge(connection.recv())
+        judge, notice = build_judge_and_notice(connection.recv())
     except BaseException as error:  # noqa: BLE001  # the file is somebody else's
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "math_verify"
         kind = "not_installed" if is_missing else "raised"

@@ -20,9 +20,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from select import select
 
-_REWARDS_FOLDER = Path(__file__).parent
+_PACKAGE_FOLDER = Path(__file__).parent
 # What the program sends when it waits for a message; as long as a token.
-_REQUEST_TOKEN = "." * 32
+_READY_TOKEN = "." * 32
 # The first of the users that programs run as where the trainer is root, and the one where these do not exist.
 _FIRST_USER, _NOBODY = 2**30, 65534
 _SET_SUBREAPER = 36
@@ -34,7 +34,7 @@ class SandboxError(Exception):
     is_explained = True
 
 
-def find_code(answer: str) -> str:
+def find_last_python_block(answer: str) -> str:
     """Return the last ```python block of an answer that is closed; all of the answer where there is none."""
     code = answer
     block: list[str] | None = None
@@ -69,7 +69,7 @@ def send_signal(number: int, pids: set[int]) -> None:
             os.kill(pid, number)
 
 
-def end_children() -> None:
+def kill_descendants() -> None:
     """Kill the processes below this one until none is left; orphans among them become its children.
 
     They are stopped first: a killed process makes room for another one of a fork bomb, and a stopped one does
@@ -119,11 +119,11 @@ class CodeJudge:
         """
         ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
         self._seconds, self._memory_bytes = seconds, int(memory_gib * 2**30)
-        self._user, self._runner = choose_program_user(), (_REWARDS_FOLDER / "runner.py").read_text()
+        self._user, self._runner = choose_program_user(), (_PACKAGE_FOLDER / "runner.py").read_text()
         self._readable = list_readable_paths()
         self._is_isolated, self.notice = True, ""
         try:
-            self._check()
+            self._run_self_test()
         except SandboxError as refusal:
             self._is_isolated = False
             self.notice = (
@@ -131,13 +131,13 @@ class CodeJudge:
                 " that their user may read. Allow namespaces to this container."
             )
             try:
-                self._check()
+                self._run_self_test()
             except SandboxError as error:
                 raise SandboxError(
                     f"the sandbox cannot start. With Linux namespaces: {refusal}. Without them: {error}"
                 ) from None
 
-    def _check(self) -> None:
+    def _run_self_test(self) -> None:
         if self.judge("value = 6 * 7", ["assert value == 42"]) != 1:
             raise SandboxError("the self-test failed: a correct program did not pass its test")
 
@@ -154,19 +154,19 @@ class CodeJudge:
             stack.enter_context(channel)
             stack.callback(os.close, status)
             with program_end, os.fdopen(status_end, "wb"):
-                process = self._start(folder, program_end.fileno(), status_end)
+                process = self._start_sandbox(folder, program_end.fileno(), status_end)
             stack.callback(process.wait)
-            stack.callback(end_children)
+            stack.callback(kill_descendants)
             connection = _Connection(channel, status, deadline)
-            if connection.receive() != _REQUEST_TOKEN:
-                raise SandboxError(connection.read_reason())
-            return self._run_tests(connection, find_code(answer), tests)
+            if connection.receive() != _READY_TOKEN:
+                raise SandboxError(connection.read_start_failure())
+            return self._run_tests(connection, find_last_python_block(answer), tests)
 
     def _run_tests(self, connection: "_Connection", code: str, tests: Sequence[str]) -> float:
         connection.send(code)
         passed, record = 0, connection.receive()
         for test in tests:
-            if record != _REQUEST_TOKEN:
+            if record != _READY_TOKEN:
                 break
             token = secrets.token_hex(16)
             connection.send(f"t{test}")
@@ -177,7 +177,7 @@ class CodeJudge:
                 record = connection.receive()
         return passed / len(tests)
 
-    def _start(self, folder: str, channel: int, status: int) -> subprocess.Popen[bytes]:
+    def _start_sandbox(self, folder: str, channel: int, status: int) -> subprocess.Popen[bytes]:
         """Start the sandbox of a program, which shares no variable with this process."""
         setting = {
             "parent": os.getpid(),
@@ -189,7 +189,7 @@ class CodeJudge:
             "memory_bytes": self._memory_bytes,
             "seconds": self._seconds,
             "program": os.path.realpath(sys.executable),
-            "command": [sys.executable, "-I", "-c", self._runner, str(channel), _REQUEST_TOKEN],
+            "command": [sys.executable, "-I", "-c", self._runner, str(channel), _READY_TOKEN],
             # One thread: OpenBLAS reserves memory for each core.
             "variables": {
                 "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -198,7 +198,7 @@ class CodeJudge:
                 "OMP_NUM_THREADS": "1",
             },
         }
-        script = [str(_REWARDS_FOLDER / "sandbox.py"), json.dumps(setting), str(channel), str(status)]
+        script = [str(_PACKAGE_FOLDER / "sandbox.py"), json.dumps(setting), str(channel), str(status)]
         return subprocess.Popen(
             [sys.executable, "-I", "-S", *script],
             stdin=subprocess.DEVNULL,
@@ -218,31 +218,31 @@ class _Connection:
         self._channel, self._status, self._deadline = channel, status, deadline
 
     @property
-    def _rest(self) -> float:
+    def _remaining_seconds(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
 
     def send(self, text: str) -> None:
         """Send a message; `receive` notes that the program has ended or reads nothing."""
         content = text.encode(errors="replace")
-        self._channel.settimeout(self._rest)
+        self._channel.settimeout(self._remaining_seconds)
         with suppress(OSError):
             self._channel.sendall(b"%08d" % len(content) + content)
 
     def receive(self) -> str:
         """Return the next record; "" where the program has ended or its time is over."""
         record = b""
-        while len(record) < len(_REQUEST_TOKEN) and time.monotonic() < self._deadline:
-            ready = select([self._channel.fileno(), self._status], [], [], self._rest)[0]
+        while len(record) < len(_READY_TOKEN) and time.monotonic() < self._deadline:
+            ready = select([self._channel.fileno(), self._status], [], [], self._remaining_seconds)[0]
             piece = b""
             if self._channel.fileno() in ready:
                 with suppress(OSError):
-                    piece = self._channel.recv(len(_REQUEST_TOKEN) - len(record))
+                    piece = self._channel.recv(len(_READY_TOKEN) - len(record))
             if not piece:
                 return ""
             record += piece
-        return record.decode(errors="replace") if len(record) == len(_REQUEST_TOKEN) else ""
+        return record.decode(errors="replace") if len(record) == len(_READY_TOKEN) else ""
 
-    def read_reason(self) -> str:
+    def read_start_failure(self) -> str:
         """Return why a program that sent nothing did not start."""
         os.set_blocking(self._status, False)
         with suppress(BlockingIOError):

@@ -14,24 +14,24 @@ from urllib.error import HTTPError
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import BaseHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-REPLY_BYTES = 2**23
+MAX_REPLY_BYTES = 2**23
 # Seconds before the second attempt; each further delay is twice as long.
-FIRST_DELAY = 0.25
+FIRST_RETRY_DELAY = 0.25
 
 
-class BadRequest(Exception):
+class UnserializableRows(Exception):
     """Why rows are not sent."""
 
     is_explained = True
 
 
-class BadReply(Exception):
+class NoUsableReply(Exception):
     """Why there is no reply of the server, or why it is not used."""
 
     is_explained = True
 
 
-class RefusedRedirect(HTTPRedirectHandler):
+class NoRedirectHandler(HTTPRedirectHandler):
     """Follows no redirect: a server must not send the rows of a user to another one."""
 
     def redirect_request(self, *arguments: Any) -> None:
@@ -75,7 +75,7 @@ class HttpReward:
         if login:
             encoded = base64.b64encode(unquote_to_bytes(login)).decode()
             self._headers["Authorization"] = f"Basic {encoded}"
-        handlers: list[BaseHandler] = [RefusedRedirect()]
+        handlers: list[BaseHandler] = [NoRedirectHandler()]
         if is_loopback(parts.hostname or ""):
             handlers.append(ProxyHandler({}))
         self._opener = build_opener(*handlers)
@@ -84,39 +84,43 @@ class HttpReward:
     def judge(self, answers: list[str], rows: list[Any]) -> Any:
         """Return what the server says under "rewards".
 
-        Raise BadRequest for rows that JSON cannot hold, and BadReply where there is no such reply.
+        Raise UnserializableRows for rows that JSON cannot hold, NoUsableReply where no such reply comes.
         """
         try:
             body = json.dumps({"answers": answers, "rows": rows}, allow_nan=False).encode()
         except TypeError as error:
-            raise BadRequest(f"a row of the data has a value that JSON cannot express ({error})") from None
+            raise UnserializableRows(
+                f"a row of the data has a value that JSON cannot express ({error})"
+            ) from None
         except ValueError:
-            raise BadRequest("a row of the data has NaN or infinity, which JSON cannot express") from None
-        deadline, delay = time.monotonic() + self._timeout, FIRST_DELAY
+            raise UnserializableRows(
+                "a row of the data has NaN or infinity, which JSON cannot express"
+            ) from None
+        deadline, delay = time.monotonic() + self._timeout, FIRST_RETRY_DELAY
         while True:
             try:
-                return self._ask(body)
+                return self._request_rewards_once(body)
             except (OSError, HTTPException) as error:
                 is_final = isinstance(error, HTTPError) and error.code < 500
                 if is_final or time.monotonic() + delay >= deadline:
-                    raise BadReply(describe_connection_error(error)) from None
+                    raise NoUsableReply(describe_connection_error(error)) from None
             time.sleep(delay)
             delay *= 2
 
-    def _ask(self, body: bytes) -> Any:
+    def _request_rewards_once(self, body: bytes) -> Any:
         request = Request(self._url, data=body, headers=self._headers, method="POST")
         with self._opener.open(request) as response:
-            content = response.read(REPLY_BYTES + 1)
-        if len(content) > REPLY_BYTES:
-            raise BadReply(f"the reply of the server has more than {REPLY_BYTES} bytes")
+            content = response.read(MAX_REPLY_BYTES + 1)
+        if len(content) > MAX_REPLY_BYTES:
+            raise NoUsableReply(f"the reply of the server has more than {MAX_REPLY_BYTES} bytes")
         if response.length:  # of what the headers promise; `read` does not compare
             raise IncompleteRead(content, response.length)
         try:
             reply = json.loads(content)
         except RecursionError:
-            raise BadReply("the reply of the server has too many nested lists or objects") from None
+            raise NoUsableReply("the reply of the server has too many nested lists or objects") from None
         except ValueError as error:
-            raise BadReply(f"the reply of the server is not JSON ({error})") from None
+            raise NoUsableReply(f"the reply of the server is not JSON ({error})") from None
         if not isinstance(reply, dict) or "rewards" not in reply:
-            raise BadReply('the reply of the server is not a JSON object with the key "rewards"')
+            raise NoUsableReply('the reply of the server is not a JSON object with the key "rewards"')
         return reply["rewards"]

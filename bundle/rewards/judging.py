@@ -56,7 +56,7 @@ class Judgement:
     first_reason: str | None  # of the first failure: which reward failed, and why
 
 
-def judge_all(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, float]) -> Judgement:
+def combine_verdicts(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, float]) -> Judgement:
     """Return the rewards of answers by the verdicts of each reward, [answers] each."""
     failures: dict[tuple[str, FailureKind], int] = {}
     reasons: list[str] = []
@@ -69,8 +69,13 @@ def judge_all(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, f
     by_answer = list(zip(*verdicts.values(), strict=True))
     has_failure = [any(isinstance(verdict, Failure) for verdict in row) for row in by_answer]
     return Judgement(
-        rewards=[_add_up(zip(row, (weights[name] for name in verdicts), strict=True)) for row in by_answer],
-        values={name: [_to_number(verdict) for verdict in column] for name, column in verdicts.items()},
+        rewards=[
+            _sum_weighted_verdicts(zip(row, (weights[name] for name in verdicts), strict=True))
+            for row in by_answer
+        ],
+        values={
+            name: [_to_number_or_nan(verdict) for verdict in column] for name, column in verdicts.items()
+        },
         failures=failures,
         failed=sum(has_failure),
         unjudged=sum(
@@ -107,9 +112,9 @@ def check_failed_share(failed: int, answers: int, limit: float, first_reason: st
         )
 
 
-def _add_up(row: Iterable[tuple[Verdict, float]]) -> float:
-    return sum((weight * _to_number(verdict) for verdict, weight in row), 0.0)
+def _sum_weighted_verdicts(row: Iterable[tuple[Verdict, float]]) -> float:
+    return sum((weight * _to_number_or_nan(verdict) for verdict, weight in row), 0.0)
 
 
-def _to_number(verdict: Verdict) -> float:
+def _to_number_or_nan(verdict: Verdict) -> float:
     return verdict if isinstance(verdict, int | float) else math.nan

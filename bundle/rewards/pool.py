@@ -10,17 +10,17 @@ from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.recipe.rl import RLReward
 from bundle.recipe.rl_rules import split_function
 from bundle.rewards.exact import ExactJudge
-from bundle.rewards.judging import Judgement, Verdict, judge_all
+from bundle.rewards.judging import Judgement, Verdict, combine_verdicts
 from bundle.rewards.process import receive_while_busy
-from bundle.rewards.references import GROUND_TRUTH, MissingReference, find_reference, find_tests
+from bundle.rewards.references import VERL_GROUND_TRUTH_FIELD, MissingReference, find_reference, find_tests
 from bundle.rewards.workers import WorkerJudge
 
 _log = logging.getLogger(__name__)
 
 
-def list_reference_fields(reward: RLReward, response: str) -> tuple[str, ...]:
+def list_reference_field_candidates(reward: RLReward, response: str) -> tuple[str, ...]:
     """Return where a row may have the right answer; `response` is data.fields.response."""
-    return (reward.field,) if reward.field is not None else (GROUND_TRUTH, response)
+    return (reward.field,) if reward.field is not None else (VERL_GROUND_TRUTH_FIELD, response)
 
 
 def describe_missing_reference(
@@ -33,7 +33,7 @@ def describe_missing_reference(
             if reward.tests is not None:
                 find_tests(row, reward.tests)
             elif reward.needs_right_answer:
-                find_reference(row, list_reference_fields(reward, response), reward.pattern)
+                find_reference(row, list_reference_field_candidates(reward, response), reward.pattern)
         except MissingReference as error:
             key = "pattern" if "does not match" in str(error) else key
             return f"rl.rewards.{number}.{key}: {error}"
@@ -68,7 +68,7 @@ class RewardPool:
         self._judges: list[ExactJudge | WorkerJudge] = []
         try:
             for reward in rewards:
-                fields = list_reference_fields(reward, response)
+                fields = list_reference_field_candidates(reward, response)
                 self._judges.append(
                     ExactJudge(fields, reward.pattern)
                     if reward.kind == "exact"
@@ -115,7 +115,7 @@ class RewardPool:
             raise ValueError(f"rows: {len(rows)} for {len(answers)} answers. Give a row for each answer.")
         workers = self._workers
         for worker in workers:
-            worker.begin(answers, rows)
+            worker.begin_judging(answers, rows)
         columns: dict[str, Sequence[Verdict]] = {
             name: judge.judge(answers, rows)
             for name, judge in zip(self.names, self._judges, strict=True)
@@ -125,8 +125,8 @@ class RewardPool:
         receive_while_busy(processes, lambda process: process.has_open_answers)
         for name, judge in zip(self.names, self._judges, strict=True):
             if isinstance(judge, WorkerJudge):
-                columns[name] = judge.collect()
-        return judge_all({name: columns[name] for name in self.names}, self._weights)
+                columns[name] = judge.collect_all_verdicts()
+        return combine_verdicts({name: columns[name] for name in self.names}, self._weights)
 
     def close(self) -> None:
         """End the processes."""

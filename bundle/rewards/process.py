@@ -17,9 +17,9 @@ from bundle.rewards.judging import Failure, FailureKind, Verdict
 # Seconds in which a reward must be loaded: its file may import torch.
 LOAD_SECONDS = 120.0
 # Answers of one call that may run out of time or end a child; with the last one all others are lost, too.
-OVERRUN_LIMIT = 10
+MAX_OVERRUNS_PER_CALL = 10
 # Seconds between two looks at whether a process lives: its children may hold its connection open.
-_LOOK_SECONDS = 0.5
+_LIVENESS_CHECK_SECONDS = 0.5
 
 
 class LoadError(Exception):
@@ -34,7 +34,7 @@ class RewardProcess:
     """Judges answers in a child process; after a time-out or a death another child takes its place."""
 
     def __init__(self, setting: dict[str, Any], timeout: float, *, one_by_one: bool) -> None:
-        """`setting` says what judges (`child.build_judge`); `timeout` [s] is of a call, or of an answer."""
+        """`setting` is for `child.build_judge_and_notice`; `timeout` [s] is of a call, or of an answer."""
         self._setting, self._timeout, self._one_by_one = setting, timeout, one_by_one
         self.load_error: LoadError | None = None
         self.notice = ""  # of the child, for the log
@@ -62,7 +62,7 @@ class RewardProcess:
         with suppress(OSError):  # `receive` sees that it has died
             self.connection.send(self._setting)
 
-    def begin(self, answers: Sequence[str], rows: Sequence[Any]) -> None:
+    def begin_judging(self, answers: Sequence[str], rows: Sequence[Any]) -> None:
         """Ask for verdicts on answers; a child that could not be loaded is started once more."""
         self._answers, self._rows, self.verdicts, self._overruns = answers, rows, [], 0
         if not answers:
@@ -80,12 +80,12 @@ class RewardProcess:
         with suppress(OSError):  # `receive` sees that it has died
             self.connection.send((list(self._answers[count:]), list(self._rows[count:])))
 
-    def receive(self) -> None:
+    def receive_message(self) -> None:
         """Take a message of the child."""
         try:
             message: dict[str, Any] = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            self.take_death()
+            self.handle_child_death()
             return
         if "verdicts" in message:
             self.verdicts += [
@@ -95,22 +95,22 @@ class RewardProcess:
             return
         self.is_loading, self.notice = False, message.get("notice", "")
         if "error" in message:
-            self._fail_load(message["reason"], message["error"] != "not_installed")
+            self._record_load_failure(message["reason"], message["error"] != "not_installed")
         elif self.has_open_answers:
             self._send()
 
-    def look(self) -> None:
+    def handle_timeout_or_death(self) -> None:
         """End the child where it has run out of time; note that it has died."""
         if time.monotonic() >= self.deadline:
             if self.is_loading:
                 self._stop()
-                self._fail_load(f"it took more than {LOAD_SECONDS:g} s")
+                self._record_load_failure(f"it took more than {LOAD_SECONDS:g} s")
             else:
                 self._replace("timed_out", f"it took more than {self._timeout:g} s")
         elif self._process.poll() is not None and not self.connection.poll():
-            self.take_death()
+            self.handle_child_death()
 
-    def take_death(self) -> None:
+    def handle_child_death(self) -> None:
         """Replace a child that has ended by itself."""
         self._stop()
         status = self._process.returncode
@@ -120,7 +120,7 @@ class RewardProcess:
             else f"its process ended with status {status}"
         )
         if self.is_loading:
-            self._fail_load(reason)
+            self._record_load_failure(reason)
         else:
             self._replace("died", reason)
 
@@ -129,11 +129,11 @@ class RewardProcess:
         self._stop()
         self._overruns += 1
         left = len(self._answers) - len(self.verdicts)
-        lost = 1 if self._one_by_one and self._overruns < OVERRUN_LIMIT else left
+        lost = 1 if self._one_by_one and self._overruns < MAX_OVERRUNS_PER_CALL else left
         self.verdicts += [Failure(kind, reason)] * lost
         self._start()
 
-    def _fail_load(self, reason: str, is_installed: bool = True) -> None:
+    def _record_load_failure(self, reason: str, is_installed: bool = True) -> None:
         self.is_loading = False
         self.load_error = LoadError(reason, is_installed)
         lost = len(self._answers) - len(self.verdicts)
@@ -160,10 +160,10 @@ def receive_while_busy(
     """Take the messages of all processes until none is busy any more, whatever becomes of them."""
     while busy := {process.connection: process for process in processes if is_busy(process)}:
         rest = min(process.deadline for process in busy.values()) - time.monotonic()
-        ready = wait(list(busy), max(0.0, min(rest, _LOOK_SECONDS)))
+        ready = wait(list(busy), max(0.0, min(rest, _LIVENESS_CHECK_SECONDS)))
         for connection in ready:
             if isinstance(connection, Connection):
-                busy[connection].receive()
+                busy[connection].receive_message()
         for process in busy.values():
             if process.connection not in ready and is_busy(process):
-                process.look()
+                process.handle_timeout_or_death()

@@ -8,7 +8,7 @@ from typing import Any
 from bundle.errors import format_value
 
 # Where rows in verl's form have it.
-GROUND_TRUTH = "reward_model.ground_truth"
+VERL_GROUND_TRUTH_FIELD = "reward_model.ground_truth"
 
 
 class MissingReference(Exception):

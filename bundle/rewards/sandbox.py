@@ -27,12 +27,12 @@ _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXECUTION = 1, 2, 4, 8
 _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
 _DETACH_MOUNT = 2
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECURE_BITS, _SET_NO_NEW_PRIVILEGES = 1, 4, 28, 38
-_NO_ROOT = 3  # user 0 gains no capabilities by exec, and this is locked
+_NO_ROOT_SECURE_BITS = 3  # user 0 gains no capabilities by exec, and this is locked
 _C_LIBRARY = ctypes.CDLL(None, use_errno=True)
 _DEVICE_NAMES = ("null", "zero", "full", "random", "urandom")
 
 
-def call(name: str, *arguments: str | int | None) -> None:
+def call_c_function(name: str, *arguments: str | int | None) -> None:
     """Call a function of the C library. Raise OSError with its name where it fails."""
     words = [os.fsencode(word) if isinstance(word, str) else word for word in arguments]
     longs = [ctypes.c_ulong(word) if isinstance(word, int) else word for word in words]
@@ -41,36 +41,36 @@ def call(name: str, *arguments: str | int | None) -> None:
         raise OSError(number, os.strerror(number), name)
 
 
-def bind(source: str, target: str) -> None:
+def bind_mount_read_only(source: str, target: str) -> None:
     """Show a file or folder at another path, for reading alone."""
     if os.path.isdir(source):  # noqa: PTH112  # pathlib takes long to import
         os.makedirs(target, exist_ok=True)  # noqa: PTH103
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
         os.close(os.open(target, os.O_CREAT, 0o644))
-    call("mount", source, target, None, _BIND | _RECURSIVE, None)
+    call_c_function("mount", source, target, None, _BIND | _RECURSIVE, None)
     if not source.startswith("/dev/"):
         inherited = os.statvfs(target).f_flag & _NO_EXECUTION
         flags = _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES | inherited
-        call("mount", None, target, None, flags, None)
+        call_c_function("mount", None, target, None, flags, None)
 
 
 def change_root(root: str, readable: list[str]) -> None:
     """Leave nothing of the file system but `readable`, a bounded /tmp, and `root`, an empty folder."""
-    call("mount", None, "/", None, _RECURSIVE | _PRIVATE, None)
+    call_c_function("mount", None, "/", None, _RECURSIVE | _PRIVATE, None)
     options = f"size={ROOT_BYTES},nr_inodes=20000,mode=755"
-    call("mount", "tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, options)
+    call_c_function("mount", "tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, options)
     bound: list[str] = []
     for path in [*readable, *(f"/dev/{name}" for name in _DEVICE_NAMES)]:
         if os.path.exists(path) and not any(f"{path}/".startswith(f"{other}/") for other in bound):  # noqa: PTH110
-            bind(path, root + path)
+            bind_mount_read_only(path, root + path)
             bound.append(path)
     for path in ("/tmp", "/dev/shm", "/proc", "/old", root):
         os.makedirs(root + path, exist_ok=True)  # noqa: PTH103
         os.chmod(root + path, 0o1777)  # noqa: PTH101
-    call("pivot_root", root, f"{root}/old")
+    call_c_function("pivot_root", root, f"{root}/old")
     os.chdir("/")
-    call("umount2", "/old", _DETACH_MOUNT)
+    call_c_function("umount2", "/old", _DETACH_MOUNT)
     os.rmdir("/old")  # noqa: PTH106
 
 
@@ -85,17 +85,17 @@ def switch_user(user: int | None) -> None:
 def enter_namespaces(user: int | None) -> None:
     """Enter new namespaces; without root's rights, inside a new user namespace."""
     try:
-        call("unshare", _NAMESPACE_FLAGS)
+        call_c_function("unshare", _NAMESPACE_FLAGS)
     except PermissionError:
         switch_user(user)
-        call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else the files below are root's
+        call_c_function("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else the files below are root's
         identity = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
-        call("unshare", _NAMESPACE_FLAGS | _NEW_USERS)
+        call_c_function("unshare", _NAMESPACE_FLAGS | _NEW_USERS)
         for name, text in ({"setgroups": "deny"} | identity).items():
-            write_text(f"/proc/self/{name}", text)
+            write_kernel_file(f"/proc/self/{name}", text)
 
 
-def write_text(path: str, text: str) -> None:
+def write_kernel_file(path: str, text: str) -> None:
     """Write a file of the kernel, in one call."""
     with open(path, "w") as file:  # noqa: PTH123
         file.write(text)
@@ -111,7 +111,7 @@ def count_user_threads() -> int:
     return count
 
 
-def limit(kind: int, most: int) -> None:
+def lower_resource_limit(kind: int, most: int) -> None:
     """Lower a limit of this process."""
     hard = resource.getrlimit(kind)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -120,7 +120,7 @@ def limit(kind: int, most: int) -> None:
 
 def limit_processes(most: int) -> None:
     """Limit the processes of this user. Raise PermissionError where the kernel does not enforce the limit."""
-    limit(resource.RLIMIT_NPROC, most)
+    lower_resource_limit(resource.RLIMIT_NPROC, most)
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
     try:
@@ -140,25 +140,25 @@ def become_program(setting: dict[str, Any]) -> None:
     os.setsid()
     os.chdir(setting["folder"])
     with suppress(OSError):  # a user without capabilities has none to lose
-        call("prctl", _SET_SECURE_BITS, _NO_ROOT, 0, 0, 0)
+        call_c_function("prctl", _SET_SECURE_BITS, _NO_ROOT_SECURE_BITS, 0, 0, 0)
     switch_user(setting["user"])
-    call("prctl", _SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    call_c_function("prctl", _SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    call_c_function("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     limit_processes(setting["processes"])
-    limit(resource.RLIMIT_AS, setting["memory_bytes"])
-    limit(resource.RLIMIT_CPU, int(setting["seconds"]) + 1)
-    limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-    limit(resource.RLIMIT_CORE, 0)
+    lower_resource_limit(resource.RLIMIT_AS, setting["memory_bytes"])
+    lower_resource_limit(resource.RLIMIT_CPU, int(setting["seconds"]) + 1)
+    lower_resource_limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    lower_resource_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    lower_resource_limit(resource.RLIMIT_CORE, 0)
     os.execve(setting["program"], setting["command"], setting["variables"])
 
 
-def lead(setting: dict[str, Any], descriptors: list[int]) -> None:
+def supervise_program(setting: dict[str, Any], descriptors: list[int]) -> None:
     """Start the program as the first process of the namespaces; return when it or its time has ended."""
-    call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    call_c_function("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if setting["is_isolated"]:
         with suppress(OSError):  # containers that hide parts of /proc refuse it
-            call("mount", "proc", "/proc", "proc", _NO_SETUID | _NO_DEVICES | _NO_EXECUTION, None)
+            call_c_function("mount", "proc", "/proc", "proc", _NO_SETUID | _NO_DEVICES | _NO_EXECUTION, None)
     end = time.monotonic() + setting["seconds"] + 1
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     program = os.fork()
@@ -179,19 +179,21 @@ def main() -> None:
     os.set_inheritable(status, False)
     os.umask(0o022)  # the program is another user, who passes through directories that are made here
     try:
-        call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        call_c_function("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != setting["parent"]:
             os._exit(1)
         with suppress(OSError):  # where memory runs out, the trainer shall live
-            write_text("/proc/self/oom_score_adj", "1000")
+            write_kernel_file("/proc/self/oom_score_adj", "1000")
         setting["processes"] = PROCESSES + (count_user_threads() if setting["is_user_shared"] else 0)
         if setting["is_isolated"]:
             enter_namespaces(setting["user"])
-            call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # another user: it is forgotten
+            call_c_function(
+                "prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0
+            )  # another user: it is forgotten
             change_root(setting["folder"], setting["readable"])
         first = os.fork()
         if first == 0:
-            lead(setting, [channel, status])
+            supervise_program(setting, [channel, status])
         else:
             os.close(channel)
             os.waitpid(first, 0)

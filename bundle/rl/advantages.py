@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-T = TypeVar("T", bound=np.floating[Any])
+FloatT = TypeVar("FloatT", bound=np.floating[Any])
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -54,8 +54,8 @@ def compute_advantages(
 
     `rewards` [answers] has NaN for an answer without a verdict; that answer has no part in anything.
     `groups` [answers] numbers the questions, `lengths` counts the tokens of each answer. `penalties` are
-    subtracted from the reward of each token (`compute_penalties`); a group method sums them up. `discount` is
-    that of the returns of REINFORCE++. With `mask_truncated` truncated answers count in the mean of their
+    subtracted from the reward of each token (`compute_kl_penalties`); a group method sums them up. `discount`
+    is that of the returns of REINFORCE++. With `mask_truncated` truncated answers count in the mean of their
     group, and are not learned.
 
     A group is flat if its rewards, without penalties, are exactly equal. REINFORCE++ has no baseline of
@@ -73,7 +73,7 @@ def compute_advantages(
     numbers, owner = np.unique(groups, return_inverse=True)
     counts = np.bincount(owner[is_judged], minlength=len(numbers))
     is_small = counts < 2
-    is_flat = ~is_small & _find_flat(rewards, owner, is_judged, len(numbers))
+    is_flat = ~is_small & _find_flat_groups(rewards, owner, is_judged, len(numbers))
     is_dropped = is_small if kind == "reinforce_plus_plus" else is_small | is_flat
     has_part = is_judged & ~is_dropped[owner]
     is_learned = has_part & (sizes > 0) & ~(truncated & mask_truncated)
@@ -106,7 +106,7 @@ def compute_advantages(
     )
 
 
-def compute_penalties(
+def compute_kl_penalties(
     log_probs: Sequence[NDArray[Any]], reference: Sequence[NDArray[Any]], coefficient: float
 ) -> list[Floats]:
     """Return for each token the KL penalty coefficient * (log p - log p_reference), the estimator k1.
@@ -116,7 +116,7 @@ def compute_penalties(
     return [
         coefficient * np.subtract(policy, other, dtype=np.float64)
         for policy, other in zip(log_probs, reference, strict=True)
-        if _check_shape(policy, other)
+        if _require_same_shape(policy, other)
     ]
 
 
@@ -132,7 +132,7 @@ def compute_overlong_reward_terms(lengths: ArrayLike, longest: int, buffer: int)
     return -np.clip(excess / buffer, 0, 1)
 
 
-def _check_shape(policy: NDArray[Any], other: NDArray[Any]) -> bool:
+def _require_same_shape(policy: NDArray[Any], other: NDArray[Any]) -> bool:
     if policy.shape != other.shape:
         raise ValueError(f"log_probs: shape {policy.shape} differs from the reference's, {other.shape}.")
     return True
@@ -155,7 +155,7 @@ def _check_sizes(
         raise ValueError("penalties: their lengths differ from those of the answers.")
 
 
-def _find_flat(rewards: Floats, owner: NDArray[np.intp], is_judged: Bools, count: int) -> Bools:
+def _find_flat_groups(rewards: Floats, owner: NDArray[np.intp], is_judged: Bools, count: int) -> Bools:
     """Return for each group whether the rewards of its judged answers are exactly equal."""
     lowest, highest = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(lowest, owner[is_judged], rewards[is_judged])
@@ -184,7 +184,7 @@ def _compare_in_groups(
     return centred
 
 
-def split_by_answer(values: NDArray[T], sizes: NDArray[np.int64]) -> list[NDArray[T]]:
+def split_by_answer(values: NDArray[FloatT], sizes: NDArray[np.int64]) -> list[NDArray[FloatT]]:
     """Return for each answer its values [size] of values [tokens]."""
     ends = np.cumsum(sizes).tolist()
     return [values[start:end] for start, end in pairwise((0, *ends))]

@@ -81,15 +81,18 @@ class AnswerBatch:
         lengths, failures = np.array(self.lengths), self.judgement.failures
         sampling, judging = self.seconds
         return {
-            "reward/mean": _mean(judged),
+            "reward/mean": _compute_mean_or_nan(judged),
             "reward/std": float(judged.std()) if len(judged) else math.nan,
-            **{f"reward/{name}": _mean(_drop_nan(column)) for name, column in self.judgement.values.items()},
+            **{
+                f"reward/{name}": _compute_mean_or_nan(_drop_nan(column))
+                for name, column in self.judgement.values.items()
+            },
             "reward/failed": self.judgement.failed,
             "reward/unjudged": self.judgement.unjudged,
             **{f"reward/failed/{name}/{kind}": count for (name, kind), count in sorted(failures.items())},
-            "completions/mean_length": _mean(lengths),
+            "completions/mean_length": _compute_mean_or_nan(lengths),
             "completions/max_length": int(lengths.max(initial=0)),
-            "completions/truncated": _mean(np.array(self.is_truncated)),
+            "completions/truncated": _compute_mean_or_nan(np.array(self.is_truncated)),
             "rollout/seconds": sampling,
             "rollout/tokens_per_second": float(lengths.sum()) / sampling if sampling else 0.0,
             "reward/seconds": judging,
@@ -125,7 +128,7 @@ class AnswerSampler:
         self._rollout, self._rewards, self._asking_ranks = rollout, rewards, asking_ranks
         self._tokenizer, self._stop = tokenizer, frozenset(stop)
 
-    def sample(
+    def sample_and_judge(
         self, questions: Sequence[Question], first: int, group_size: int, sampling: Sampling
     ) -> AnswerBatch:
         """Return `group_size` judged answers to each question.
@@ -135,10 +138,12 @@ class AnswerSampler:
         """
         rank, size = dist.get_rank(), self._asking_ranks
         if dist.get_world_size() == 1:
-            return self._sample_share(questions, range(first, first + len(questions)), group_size, sampling)
+            return self._sample_and_judge_share(
+                questions, range(first, first + len(questions)), group_size, sampling
+            )
         places = range(rank, len(questions), size) if rank < size else range(0)
         share, numbers = [questions[place] for place in places], [first + place for place in places]
-        parts = run_on_all_ranks(lambda: self._sample_share(share, numbers, group_size, sampling))
+        parts = run_on_all_ranks(lambda: self._sample_and_judge_share(share, numbers, group_size, sampling))
         parts = [part for part in parts if part.questions]
         joined = join_batches(parts)
         # Rank r answered the questions r, r + size, ...: this restores the order of the questions.
@@ -149,7 +154,7 @@ class AnswerSampler:
         seconds = max(part.seconds[0] for part in parts), max(part.seconds[1] for part in parts)
         return replace(ordered, seconds=seconds)
 
-    def _sample_share(
+    def _sample_and_judge_share(
         self, questions: Sequence[Question], numbers: Sequence[int], group_size: int, sampling: Sampling
     ) -> AnswerBatch:
         if not questions:
@@ -172,7 +177,7 @@ class AnswerSampler:
         return ids[:-1] if ids and ids[-1] in self._stop else ids
 
 
-def _mean(values: Any) -> float:
+def _compute_mean_or_nan(values: Any) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 

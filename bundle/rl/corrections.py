@@ -75,7 +75,7 @@ def compute_weights(
         assert sequences is not None, "sums over answers are needed"
         veto = -math.inf if correction.veto is None else math.log(correction.veto)
         is_low = (difference < veto).to(difference.dtype)
-        sums, counts, vetoes = sequences.add(
+        sums, counts, vetoes = sequences.sum_token_values(
             torch.stack([difference, is_learned.to(difference.dtype), is_low])
         )
         is_vetoed = sequences.spread(vetoes > 0) & is_learned

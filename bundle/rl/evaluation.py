@@ -25,7 +25,7 @@ def evaluate(
     the weighted sum of all rewards is above 0. An answer without a verdict is not right.
     """
     # Numbers below 0: the random numbers of training questions are others.
-    batch = sampler.sample(questions, -len(questions), samples, sampling)
+    batch = sampler.sample_and_judge(questions, -len(questions), samples, sampling)
     is_right = find_right_answers(batch, rewards).reshape(len(questions), samples)
     values = np.array(batch.judgement.rewards)
     metrics = {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bundle.data.samples import Ints, balance_costs, pack_best_fit
+from bundle.data.samples import Ints, pack_best_fit, partition_into_equal_size_groups
 from bundle.engine import MicroBatch
 from bundle.engine.microbatch import from_packing
 from bundle.mcore.groups import Groups
@@ -50,15 +50,15 @@ class Experience:
         spread = {}
         for name, arrays in values.items():
             spread[name] = np.zeros(len(self.ids), np.float32)
-            spread[name][self.label_places] = np.concatenate(arrays)
+            spread[name][self.answer_label_indices] = np.concatenate(arrays)
         return replace(self, values={**self.values, **spread})
 
-    def split(self, values: Floats) -> list[Floats]:
+    def extract_answer_values(self, values: Floats) -> list[Floats]:
         """Return the values of the answers, [answer tokens] for each sequence, out of `values` [tokens]."""
-        return split_by_answer(values[self.label_places], self.answer_lengths)
+        return split_by_answer(values[self.answer_label_indices], self.answer_lengths)
 
     @cached_property
-    def label_places(self) -> Ints:
+    def answer_label_indices(self) -> Ints:
         """The indices of the tokens whose label is a token of an answer, [answer tokens of all sequences]."""
         ends = compute_starts(self.lengths) + self.lengths
         return concatenate_ranges(ends - self.answer_lengths - 1, self.answer_lengths)
@@ -72,7 +72,7 @@ class Experience:
     def loss_mask(self) -> Floats:
         """1 where the label is a token of an answer, else 0, [tokens]."""
         mask = np.zeros(len(self.ids), np.float32)
-        mask[self.label_places] = 1
+        mask[self.answer_label_indices] = 1
         return mask
 
 
@@ -105,7 +105,7 @@ class BatchBuilder:
         if recipe.data.packed:
             bins = pack_best_fit(padded, recipe.data.sequence_length // multiple * multiple)
         else:
-            size = recipe.train.micro_batch_samples
+            size = recipe.train.micro_batch_size_or_one
             by_length = np.argsort(-padded, kind="stable")
             bins = [by_length[first : first + size] for first in range(0, len(by_length), size)]
         costs = np.array([padded[rows].sum() for rows in bins], np.int64)
@@ -113,9 +113,11 @@ class BatchBuilder:
         count = -(-max(1, len(bins)) // (dp.size * (pp.size if self._groups.vpp > 1 else 1)))
         count *= pp.size if self._groups.vpp > 1 else 1
         missing = count * dp.size - len(bins)
-        share = balance_costs(np.concatenate([costs, np.zeros(missing, np.int64)]), dp.size)[dp.rank]
+        share = partition_into_equal_size_groups(
+            np.concatenate([costs, np.zeros(missing, np.int64)]), dp.size
+        )[dp.rank]
         micro_batches = [numbers[bins[number]] if number < len(bins) else numbers[:0] for number in share]
-        rows = 1 if recipe.data.packed else recipe.train.micro_batch_samples
+        rows = 1 if recipe.data.packed else recipe.train.micro_batch_size_or_one
         filled = tuple(
             np.concatenate([sequences, np.full(max(0, rows - len(sequences)), padding)])
             for sequences in micro_batches
@@ -137,14 +139,14 @@ class BatchBuilder:
         # Padding is a token 0 after all others.
         padded = [torch.from_numpy(np.append(column, column.dtype.type(0))) for column in columns]
         micro_batches = []
-        for places, lengths in find_places(experience, plan):
+        for places, lengths in find_token_indices_and_lengths(experience, plan):
             ids, labels, mask, *rest = (column[places].to(self._device) for column in padded)
             micro_batches.append(
                 from_packing(
                     ids,
                     labels,
                     mask,
-                    self._pack(lengths, plan.length),
+                    self._build_packing(lengths, plan.length),
                     mtp_layers=self._recipe.architecture.mtp_layers,
                     mean=self._recipe.loss_mean,
                     temperatures=self._fill_temperatures(len(lengths)),
@@ -153,7 +155,7 @@ class BatchBuilder:
             )
         return micro_batches
 
-    def _pack(self, lengths: Ints, length: int | None) -> Packing:
+    def _build_packing(self, lengths: Ints, length: int | None) -> Packing:
         return Packing.from_lengths(
             lengths.tolist(),
             self._recipe.alignment,
@@ -168,7 +170,7 @@ class BatchBuilder:
         return torch.full((sequences,), self._temperature, device=self._device)
 
 
-def find_places(experience: Experience, plan: BatchPlan) -> Iterator[tuple[Ints, Ints]]:
+def find_token_indices_and_lengths(experience: Experience, plan: BatchPlan) -> Iterator[tuple[Ints, Ints]]:
     """Yield the indices of the tokens of each micro-batch, and the lengths [tokens] of its sequences.
 
     A padding sequence is one token, whose index is that after the last token.

@@ -15,15 +15,15 @@ def train(trainer: "PolicyTrainer") -> None:
     """
     session, recipe, rl = trainer.session, trainer.session.recipe, trainer.settings
     if session.progress.step == 0 and not rl.warm_start_steps:
-        trainer.report_evaluation()
+        trainer.evaluate_and_write_metrics()
     while session.progress.step < rl.warm_start_steps:
-        warm_start_result = trainer.make_warm_start_update()
+        warm_start_result = trainer.make_sft_warm_start_update()
         if session.is_due(recipe.train.log_interval):
-            session.report(warm_start_result)
+            session.report_unreported_updates(warm_start_result)
         if session.progress.step == rl.warm_start_steps:
-            trainer.report_evaluation()
-        is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_best
-        session.end_step(is_last=session.is_last_step, is_save_due=is_save_due)
+            trainer.evaluate_and_write_metrics()
+        is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_at_best_step
+        session.save_if_due_or_preempted(is_last=session.is_last_step, is_save_due=is_save_due)
 
     while not session.is_last_step:
         before = session.progress.step
@@ -32,8 +32,10 @@ def train(trainer: "PolicyTrainer") -> None:
         result = trainer.learn(experience, advantages)
         trainer.report(batch, advantages, result, before)
         if session.is_last_step or session.is_due(trainer.evaluation_interval, before):
-            trainer.report_evaluation()
+            trainer.evaluate_and_write_metrics()
         session.export_if_due(before)
         has_updated = session.progress.step > before  # a flat step leaves the best weights what they were
-        is_save_due = session.is_due(recipe.checkpoint.interval, before) or (has_updated and trainer.is_best)
-        session.end_step(is_last=session.is_last_step, is_save_due=is_save_due)
+        is_save_due = session.is_due(recipe.checkpoint.interval, before) or (
+            has_updated and trainer.is_at_best_step
+        )
+        session.save_if_due_or_preempted(is_last=session.is_last_step, is_save_due=is_save_due)

@@ -74,7 +74,7 @@ class PolicyObjective:
         Raises ValueError for values that a micro-batch lacks, and for GSPO with a mean over tokens.
         """
         settings, is_learned = self._settings, micro_batch.loss_mask > 0
-        self._check(micro_batch)
+        self._check_micro_batch(micro_batch)
         # Selected before anything is computed, as the values are: a masked position may hold anything.
         values = micro_batch.extra_tensors
         log_probs, entropy = scores.log_probs.where(is_learned, 0), scores.entropy.where(is_learned, 0)
@@ -110,7 +110,7 @@ class PolicyObjective:
             measures["kl"] = kl.detach()
         return torch.stack([loss, *(measures[name].to(loss.dtype) for name in self.measures)])
 
-    def _check(self, micro_batch: MicroBatch) -> None:
+    def _check_micro_batch(self, micro_batch: MicroBatch) -> None:
         names = ["advantages", "old_log_probs"]
         names += ["reference_log_probs"] if self._settings.kl else []
         names += ["rollout_log_probs"] if self._settings.correction else []
@@ -134,7 +134,7 @@ class PolicyObjective:
         if self._settings.kind != "gspo":
             return change.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         assert sequences is not None
-        sums, counts = sequences.add(torch.stack([change, is_learned.to(change.dtype)]))
+        sums, counts = sequences.sum_token_values(torch.stack([change, is_learned.to(change.dtype)]))
         mean = sequences.spread(sums / counts.clamp(min=1)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return (change - change.detach() + mean).exp()
 

@@ -16,7 +16,7 @@ from bundle.rewards import Judgement
 from bundle.rl.answers import AnswerBatch
 from bundle.rollouts import Answer
 
-_FILE_LIMIT = 1 << 32  # bytes of a file
+_MAX_FILE_BYTES = 1 << 32  # bytes of a file
 
 
 def find_path(directory: Path, number: int, attempt: int) -> Path:
@@ -35,7 +35,7 @@ def read_batch(path: Path, questions: Sequence[Question], group_size: int) -> An
 
     Raises UsageError where the file cannot be read, is damaged, or answers other questions.
     """
-    text = files.read_text(path, _FILE_LIMIT)
+    text = files.read_text_if_small(path, _MAX_FILE_BYTES)
     if text is None:
         raise UsageError(
             f"rl.rollout.path: {path} cannot be read. Name the folder `rollouts` of a run with as many steps."
@@ -75,8 +75,8 @@ def _dump(batch: AnswerBatch, tokenizer: Tokenizer) -> Iterator[str]:
             "answer": answer.answer,
             "ids": answer.ids,
             "text": text,
-            "reward": _to_json(judgement.rewards[number]),
-            "rewards": {name: _to_json(column[number]) for name, column in judgement.values.items()},
+            "reward": _replace_nan(judgement.rewards[number]),
+            "rewards": {name: _replace_nan(column[number]) for name, column in judgement.values.items()},
             "finish_reason": answer.finish_reason,
             "log_probs": answer.log_probs.tolist(),
             "versions": answer.versions.tolist(),
@@ -112,7 +112,7 @@ def _load(lines: Sequence[Mapping[str, Any]], questions: Sequence[Question], gro
     return AnswerBatch(tuple(questions), answers, tuple(line["text"] for line in lines), judgement)
 
 
-def _to_json(value: float) -> float | None:
+def _replace_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 

@@ -29,29 +29,29 @@ from bundle.rl import loop, rollout_files
 from bundle.rl.advantages import (
     Advantages,
     compute_advantages,
+    compute_kl_penalties,
     compute_overlong_reward_terms,
-    compute_penalties,
 )
 from bundle.rl.answers import AnswerBatch, AnswerSampler, join_batches
 from bundle.rl.corrections import Correction
 from bundle.rl.evaluation import evaluate
-from bundle.rl.experience import BatchBuilder, Experience, Floats, find_places
+from bundle.rl.experience import BatchBuilder, Experience, Floats, find_token_indices_and_lengths
 from bundle.rl.objectives import PolicyLossSettings, PolicyObjective
 from bundle.rollouts import Rollout, Sampling, SyncOnlyRollout
 from bundle.rollouts.sglang.building import build_rollout
 from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.transformers import TransformersRollout
-from bundle.runs.session_builder import SessionBuilder, run_job
+from bundle.runs.session_builder import SessionBuilder, train_in_locked_directory
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_RESENDINGS = 2  # of weights that all servers have lost, for the same answers
+_MAX_WEIGHT_RESENDS = 2  # of weights that all servers have lost, for the same answers
 _NO_IMAGES: NDArray[np.int64] = np.zeros((0, 3), np.int64)
 
 
 class UpdateSizes(NamedTuple):
-    """What an update learned from (`runs.session.StepSizes`)."""
+    """What an update learned from (`runs.session.SequenceAndImageSizes`)."""
 
     lengths: NDArray[np.int64]
     grids: NDArray[np.int64] = _NO_IMAGES
@@ -73,7 +73,7 @@ class PolicyTrainer:
         assert recipe.rl is not None, "the rules of a recipe require it for task rl"
         self.settings = recipe.rl
         with watchdog.extend_patience("reading the questions"):
-            self.questions = _prepare_on_ranks(builder)
+            self.questions = _prepare_and_compare_questions(builder)
         objective = PolicyObjective(_build_loss(self.settings), builder.groups)
         has_reference = self.settings.loss.kl > 0 and recipe.model.lora is None
         self.session = builder.build(
@@ -134,11 +134,11 @@ class PolicyTrainer:
 
     def train(self) -> None:
         """Train to the last step and write the result; raise what `loop.train` raises."""
-        self.session.run(lambda: loop.train(self), self._describe_result)
+        self.session.train_and_finalize(lambda: loop.train(self), self._describe_result)
 
     # What the loop calls, in its order.
 
-    def make_warm_start_update(self) -> StepResult:
+    def make_sft_warm_start_update(self) -> StepResult:
         """Make one update of SFT on the answers in the rows (rl.warm_start_steps); return its result."""
         session, size = self.session, self.session.recipe.train.global_batch_size
         questions = self.questions.draw(session.progress.consumed_samples, size)
@@ -168,7 +168,7 @@ class PolicyTrainer:
             first = session.progress.consumed_samples
             questions = self.questions.draw(first, missing)
             session.progress.consumed_samples += missing
-            batch = self._sample_or_replay(questions, first, attempt)
+            batch = self._sample_or_read_rollout_path(questions, first, attempt)
             judgement = batch.judgement
             check_failed_share(judgement.failed, len(batch.answers), rl.max_failed, judgement.first_reason)
             if attempt < rl.dynamic_sampling:
@@ -179,7 +179,7 @@ class PolicyTrainer:
             if attempt == rl.dynamic_sampling or not missing:
                 break
         if self._sampler is not None:
-            self._rollout.rest()
+            self._rollout.release_cache_until_sync()
         return join_batches(batches)
 
     def build_experience(self, batch: AnswerBatch) -> tuple[Experience, Advantages]:
@@ -195,7 +195,7 @@ class PolicyTrainer:
         if rl.loss.kl:
             reference = self._score(experience, self.session.engine.compute_reference_log_probs)
             if rl.loss.kl_kind == "k1":
-                penalties = compute_penalties(values["old_log_probs"], reference, rl.loss.kl)
+                penalties = compute_kl_penalties(values["old_log_probs"], reference, rl.loss.kl)
             else:
                 values["reference_log_probs"] = reference
         advantages = self._compute_advantages(batch, penalties)
@@ -229,7 +229,7 @@ class PolicyTrainer:
                 functools.partial(self._compute_gradients, sizes, micro_batches, divisor), 0
             )
         self._state["rollouts"] += 1
-        self._count_step(is_flat=result is None)
+        self._count_and_limit_flat_steps(is_flat=result is None)
         return result
 
     def report(
@@ -245,7 +245,7 @@ class PolicyTrainer:
             "groups/small": len(advantages.small_groups) / groups,
             "groups/skipped_steps": self._state["skipped_steps"],
         }
-        values |= self._predict_time()
+        values |= self._estimate_seconds_left()
         if result is None:  # a line with the step of a checkpoint would stay when the run goes on from there
             if dist.get_rank() == 0:
                 _log.info(
@@ -254,9 +254,9 @@ class PolicyTrainer:
                     session.progress.step,
                 )
         elif session.is_last_step or session.is_due(session.recipe.train.log_interval, previous_step):
-            session.report(result, values)
+            session.report_unreported_updates(result, values)
 
-    def _predict_time(self) -> dict[str, float]:
+    def _estimate_seconds_left(self) -> dict[str, float]:
         """Return the metric of the time left, with sampling and evaluations; nothing at the first report."""
         progress, now = self.session.progress, time.monotonic()
         if self._first_report is None:
@@ -273,7 +273,7 @@ class PolicyTrainer:
         """The number of updates between evaluations; 0: evaluate only at the end."""
         return self.settings.evaluation.interval if self.settings.evaluation else 0
 
-    def report_evaluation(self) -> None:
+    def evaluate_and_write_metrics(self) -> None:
         """Evaluate on the held-out questions, if any, and write the metrics; a replay does nothing."""
         evaluation, settings = self.questions.evaluation, self.settings.evaluation
         if evaluation is None or settings is None or self._sampler is None:
@@ -281,7 +281,7 @@ class PolicyTrainer:
         sampling = self._build_sampling(self.session.progress.step, is_greedy=settings.samples == 1)
         sampler = self._sampler
         with self.session.watchdog.extend_patience("evaluating"):
-            metrics = self._ask(
+            metrics = self._call_with_synced_weights(
                 lambda: evaluate(
                     sampler, evaluation.questions, sampling, settings.samples, self.settings.rewards
                 )
@@ -296,7 +296,7 @@ class PolicyTrainer:
         self.session.metrics.write(step, metrics)
 
     @property
-    def is_best(self) -> bool:
+    def is_at_best_step(self) -> bool:
         """True if the best evaluation so far is that of the current weights (checkpoint.keep_best)."""
         return self._state.get("best_step") == self.session.progress.step
 
@@ -308,7 +308,9 @@ class PolicyTrainer:
         )
         return sizes
 
-    def _sample_or_replay(self, questions: Sequence[Question], first: int, attempt: int) -> AnswerBatch:
+    def _sample_or_read_rollout_path(
+        self, questions: Sequence[Question], first: int, attempt: int
+    ) -> AnswerBatch:
         """Return judged answers to these questions: sampled ones, or those of a file (rl.rollout.path)."""
         number, session = self._state["rollouts"], self.session
         path = rollout_files.find_path(session.directory.rollouts, number, attempt)
@@ -319,29 +321,29 @@ class PolicyTrainer:
         sampler = self._sampler
         assert sampler is not None, "only a replay has none"
         with session.watchdog.extend_patience("sampling answers"):
-            batch = self._ask(
-                lambda: sampler.sample(
+            batch = self._call_with_synced_weights(
+                lambda: sampler.sample_and_judge(
                     questions, first, self.settings.num_generations, self._build_sampling(number)
                 )
             )
         run_on_rank_0(lambda: rollout_files.write_batch(path, batch, self.questions.tokenizer))
         return batch
 
-    def _ask(self, ask: Callable[[], T]) -> T:
+    def _call_with_synced_weights(self, ask: Callable[[], T]) -> T:
         """Return what `ask` returns, with the current weights in the rollout engine.
 
         They are sent again where all servers have lost them: memory that was shared is in no file.
         """
-        for _ in range(_RESENDINGS):
+        for _ in range(_MAX_WEIGHT_RESENDS):
             try:
                 self._sync()
                 return ask()
             except JobFailed as error:
-                if not run_on_rank_0(lambda: self._rollout.has_lost_weights):
+                if not run_on_rank_0(lambda: self._rollout.can_recover_by_resync):
                     raise
                 if dist.get_rank() == 0:
                     _log.warning("sending the weights again: %s", error)
-                self._rollout.rest()  # every rank forgets the version
+                self._rollout.release_cache_until_sync()  # every rank forgets the version
         self._sync()
         return ask()
 
@@ -397,13 +399,15 @@ class PolicyTrainer:
         plan = self._batch_builder.plan(experience.lengths, np.arange(len(experience.lengths)))
         values = torch.zeros(len(experience.ids) + 1, device=device)
         scored = compute(self._batch_builder.build(experience, plan))
-        for (places, _), log_probs in zip(find_places(experience, plan), scored, strict=True):
+        for (places, _), log_probs in zip(
+            find_token_indices_and_lengths(experience, plan), scored, strict=True
+        ):
             values[torch.from_numpy(places).to(device)] = log_probs.flatten()
         values[-1] = 0
         dist.all_reduce(values, group=groups.dp.group)
-        return experience.split(values[:-1].cpu().numpy())
+        return experience.extract_answer_values(values[:-1].cpu().numpy())
 
-    def _count_step(self, *, is_flat: bool) -> None:
+    def _count_and_limit_flat_steps(self, *, is_flat: bool) -> None:
         """Count a step; raise JobFailed after rl.max_flat_steps steps in a row without an update."""
         self._state["skipped_steps"] += is_flat
         self._state["flat_steps"] = self._state["flat_steps"] + 1 if is_flat else 0
@@ -439,10 +443,10 @@ def run(job: Job, runtime: Runtime, device: torch.device, watchdog: Watchdog) ->
         with ExitStack() as exit_stack:
             PolicyTrainer(builder, exit_stack).train()
 
-    run_job(job, runtime, device, watchdog, train)
+    train_in_locked_directory(job, runtime, device, watchdog, train)
 
 
-def _prepare_on_ranks(builder: SessionBuilder) -> Questions:
+def _prepare_and_compare_questions(builder: SessionBuilder) -> Questions:
     """Return the questions, the same on every rank; log what was left out.
 
     Raise EnvironmentUnfit where ranks read different ones, and on all ranks what one of them raises.

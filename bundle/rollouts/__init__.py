@@ -80,7 +80,7 @@ class SyncOnlyRollout:
     """What a rank has whose questions another rank asks: it takes part in syncs (`Rollout`)."""
 
     version: int | None = None
-    has_lost_weights = False
+    can_recover_by_resync = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Raise JobFailed: another rank asks."""
@@ -92,7 +92,7 @@ class SyncOnlyRollout:
             pass
         self.version = version
 
-    def rest(self) -> None:
+    def release_cache_until_sync(self) -> None:
         """Forget the version, as the rank does that asks."""
         self.version = None
 
@@ -107,7 +107,7 @@ class Rollout(Protocol):
     def version(self) -> int | None: ...
 
     @property
-    def has_lost_weights(self) -> bool:
+    def can_recover_by_resync(self) -> bool:
         """True if another sync of the same weights mends the last error."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
@@ -119,7 +119,7 @@ class Rollout(Protocol):
         After an error it answers with the old version, or raises until a sync has succeeded.
         """
 
-    def rest(self) -> None:
+    def release_cache_until_sync(self) -> None:
         """Leave the device to the trainer, as far as that is possible, until the next sync."""
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def choose_tokens(
     return tokens.squeeze(-1), chosen.squeeze(-1)
 
 
-def sample_answers(
+def sample_with_transformers(
     model: Any, requests: Sequence[Request], sampling: Sampling, *, version: int, batch_limit: int
 ) -> list[Answer]:
     """Return an answer to each request, in their order; at most `batch_limit` rows are computed at once.
@@ -148,14 +148,14 @@ class _Batch:
         self._positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(ids)
         copies = torch.tensor([prompts[request.ids] for request in self._requests], device=device)
-        self._select(copies)
+        self._reorder_cache(copies)
         return logits[copies]
 
     def _advance(self, tokens: Tensor) -> Tensor:
         """Return the logits behind these tokens [rows]; rows that ended may leave before."""
         if int(self._is_open.sum()) < _SHRINK_BELOW * len(self._rows):
             remaining = self._is_open.nonzero().squeeze(-1)
-            self._select(remaining)
+            self._reorder_cache(remaining)
             self._rows, self._is_open = self._rows[remaining], self._is_open[remaining]
             tokens = tokens[remaining]
         self._positions = self._positions[:, -1:] + 1
@@ -163,7 +163,7 @@ class _Batch:
             self._mask = torch.cat((self._mask, self._mask.new_ones(len(self._rows), 1)), -1)
         return self._forward(tokens[:, None])
 
-    def _select(self, indices: Tensor) -> None:
+    def _reorder_cache(self, indices: Tensor) -> None:
         """Take these rows of all that the model has computed, some of them more than once."""
         self._cache.reorder_cache(indices)
         self._positions = self._positions[indices]

@@ -10,8 +10,8 @@ from bundle.architectures import Architecture
 from bundle.errors import JobFailed, UsageError
 from bundle.planning.rollout import MOST_ROWS
 from bundle.rollouts import Answer, Request, Sampling
-from bundle.rollouts.sampling import sample_answers
-from bundle.rollouts.twins import TwinBuilder
+from bundle.rollouts.sampling import sample_with_transformers
+from bundle.rollouts.twins import TransformersModelBuilder
 
 
 class TransformersRollout:
@@ -21,7 +21,7 @@ class TransformersRollout:
     sync that this engine has no use for, those of MTP layers.
     """
 
-    has_lost_weights = False
+    can_recover_by_resync = False
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TransformersRollout:
         """
         if batch_limit < 1:
             raise UsageError(f"rl.rollout.batch_limit: {batch_limit} is not allowed. Set it to 1 or more.")
-        self._builder = TwinBuilder(config, architecture, dtype, device)
+        self._builder = TransformersModelBuilder(config, architecture, dtype, device)
         self._device, self._vocab_size = device, architecture.vocab_size
         self._batch_limit = batch_limit
         self._model: Any = None
@@ -46,7 +46,7 @@ class TransformersRollout:
         self.ignored_names: tuple[str, ...] = ()
 
     @property
-    def model(self) -> Any:
+    def synced_model(self) -> Any:
         """The model that answers. Raise JobFailed before the first sync and after `close`."""
         if self._model is None:
             raise JobFailed("rollout: the engine has no weights. Call sync before generate.")
@@ -57,10 +57,12 @@ class TransformersRollout:
 
         Raise JobFailed without weights, UsageError for prompts that the model cannot read.
         """
-        model = self.model
+        model = self.synced_model
         assert self.version is not None
-        self._check(requests)
-        return sample_answers(model, requests, sampling, version=self.version, batch_limit=self._batch_limit)
+        self._check_prompt_tokens(requests)
+        return sample_with_transformers(
+            model, requests, sampling, version=self.version, batch_limit=self._batch_limit
+        )
 
     def sync(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Answer with copies of these published tensors from now on.
@@ -82,16 +84,16 @@ class TransformersRollout:
         old_model, self._model = self._model, self._builder.build(weights)
         self.version, self.ignored_names = version, tuple(ignored)
         if old_model is not None:
-            self._builder.reuse(old_model)
+            self._builder.recycle_model(old_model)
 
-    def rest(self) -> None:
+    def release_cache_until_sync(self) -> None:
         """Do nothing: the weights stay."""
 
     def close(self) -> None:
         """Release the weights; `generate` raises until the next sync."""
         self._model, self.version = None, None
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check_prompt_tokens(self, requests: Sequence[Request]) -> None:
         """Raise UsageError with the questions that hold no token, or one that the model has not."""
         empty = [f"question {request.question}: it has no tokens" for request in requests if not request.ids]
         foreign = [

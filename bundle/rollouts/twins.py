@@ -19,11 +19,11 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, JobFailed, UsageError
 
 # Families that transformers has under the name of another one, which computes the same.
-_SAME_CLASS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
-_MOST_SHOWN = 10  # names of one kind in a message
+_MODEL_TYPE_ALIASES = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+_MAX_LISTED_NAMES = 10  # names of one kind in a message
 
 
-class TwinBuilder:
+class TransformersModelBuilder:
     """Builds models of one architecture.
 
     `expected` are the shapes of the published tensors by name. transformers' models have neither the tensors
@@ -38,7 +38,9 @@ class TwinBuilder:
         Raise EnvironmentUnfit without transformers, or with an old one.
         """
         self._transformers = _import_transformers()
-        self._config, self._class = _find_class(self._transformers, config, architecture.model_type)
+        self._config, self._class = _build_config_and_find_class(
+            self._transformers, config, architecture.model_type
+        )
         self._dtype, self._device = dtype, device
         self._template: Any = None  # a model without values, which takes tensors by their names
         self._can_reuse = False
@@ -61,21 +63,21 @@ class TwinBuilder:
             model = self._load(weights)
             self._can_reuse = dict(model.named_parameters()).keys() == weights.keys()
             if self._can_reuse:
-                self._template = _build_template(model)
+                self._template = _build_empty_copy(model)
         else:
-            model = _fill_template(self._template, weights)
+            model = _fill_template_model(self._template, weights)
             self._template = None
         return model.eval().requires_grad_(False).to(self._device)
 
-    def reuse(self, model: Any) -> None:
+    def recycle_model(self, model: Any) -> None:
         """Take back a model that answers no more: the next one is it with other values."""
         if self._can_reuse:
-            _drop_values(model)
+            _drop_parameter_values(model)
             self._template = model
 
     def _load(self, weights: Mapping[str, Tensor]) -> Any:
         """Return a new model that transformers has loaded. Raise JobFailed with what it does not take."""
-        with self._quiet(), torch.random.fork_rng(devices=[]):
+        with self._silence_transformers(), torch.random.fork_rng(devices=[]):
             model, report = self._class.from_pretrained(
                 None,
                 config=copy.deepcopy(self._config),
@@ -87,7 +89,7 @@ class TwinBuilder:
         problems = [
             f"{kind.removesuffix('_keys')}: {key}"
             for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-            for key in sorted(map(str, report.get(kind) or ()))[:_MOST_SHOWN]
+            for key in sorted(map(str, report.get(kind) or ()))[:_MAX_LISTED_NAMES]
         ]
         if problems:
             version = self._transformers.__version__
@@ -112,11 +114,15 @@ class TwinBuilder:
                 f"rollout: the weights do not fit {self._class.__name__} ({len(missing)} missing,"
                 f" {len(unexpected)} unexpected, {len(reshaped)} of another shape). Send all tensors of the"
                 " trained model.",
-                [*missing[:_MOST_SHOWN], *unexpected[:_MOST_SHOWN], *reshaped[:_MOST_SHOWN]],
+                [
+                    *missing[:_MAX_LISTED_NAMES],
+                    *unexpected[:_MAX_LISTED_NAMES],
+                    *reshaped[:_MAX_LISTED_NAMES],
+                ],
             )
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _silence_transformers(self) -> Iterator[None]:
         """Keep transformers from reporting on the terminal inside: `build` reads the report."""
         logging = self._transformers.logging
         level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -130,13 +136,13 @@ class TwinBuilder:
                 logging.enable_progress_bar()
 
 
-def _build_template(model: Any) -> Any:
+def _build_empty_copy(model: Any) -> Any:
     """Return a copy of a model without values."""
     empty = {id(parameter): _build_empty(parameter) for parameter in model.parameters()}
     return copy.deepcopy(model, empty)
 
 
-def _drop_values(model: Any) -> None:
+def _drop_parameter_values(model: Any) -> None:
     """Free the values of all parameters of a model; its buffers stay."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -148,7 +154,7 @@ def _build_empty(parameter: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
-def _fill_template(template: Any, weights: Mapping[str, Tensor]) -> Any:
+def _fill_template_model(template: Any, weights: Mapping[str, Tensor]) -> Any:
     """Return the template itself, holding these tensors, each in the type that transformers chose."""
     types = {name: parameter.dtype for name, parameter in template.named_parameters()}
     values = {name: tensor.to(types[name]) for name, tensor in weights.items()}
@@ -172,12 +178,14 @@ def _import_transformers() -> Any:
     return transformers
 
 
-def _find_class(transformers: Any, config: Mapping[str, Any], model_type: str) -> tuple[Any, Any]:
+def _build_config_and_find_class(
+    transformers: Any, config: Mapping[str, Any], model_type: str
+) -> tuple[Any, Any]:
     """Return the config and the class of transformers. Raise UsageError where it has none for text."""
     entries = copy.deepcopy({**PUBLISHED_NAMES[model_type].config_defaults, **config})
     for name in ("model_type", "architectures", "auto_map", "quantization_config", "torch_dtype", "dtype"):
         entries.pop(name, None)
-    kind = _SAME_CLASS.get(model_type, model_type)
+    kind = _MODEL_TYPE_ALIASES.get(model_type, model_type)
     try:
         model_config = transformers.AutoConfig.for_model(kind, **entries)
         return model_config, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]

@@ -31,7 +31,7 @@ _ALLOWED_NAMES = {"logs", "data", "lost+found"}
 _MAX_NAMED_FILES = 8  # the most foreign files in a message
 # The time for processes of a launch that was killed to end: its ranks end within 5 seconds.
 _LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.1
-_EXPORT_NAME = re.compile(r"(hf|peft)(-\d{8,})?")
+_EXPORT_NAME_PATTERN = re.compile(r"(hf|peft)(-\d{8,})?")
 
 
 class Origin(NamedTuple):
@@ -93,14 +93,14 @@ class RunDirectory:
     def exports(self) -> list[Path]:
         """The paths of all existing exports."""
         inside = self.root.glob("*") if files.is_directory(self.root) else ()
-        return [path for path in inside if _EXPORT_NAME.fullmatch(path.name)]
+        return [path for path in inside if _EXPORT_NAME_PATTERN.fullmatch(path.name)]
 
     def estimate_disk(self, recipe: Recipe) -> DiskUsage:
         """Return the disk space of a run of that recipe, with what an earlier launch has written here."""
-        steps = CheckpointDirectory(self.checkpoints).list_steps()
+        steps = CheckpointDirectory(self.checkpoints).list_steps_newest_first()
         return estimate_disk(recipe, self.root, len(steps), len(self.exports))
 
-    def identify_start(self) -> tuple[int, int] | None:
+    def read_job_file_stamp(self) -> tuple[int, int] | None:
         """Return a value that identifies the start that wrote the job file; None where there is none."""
         if not files.is_file(self.job):
             return None
@@ -148,7 +148,7 @@ class RunDirectory:
             return tuple(to_problems(error))
         return ()
 
-    def inspect_start(self, recipe: Recipe, start: Start) -> tuple[str, list[Problem]]:
+    def describe_weights_and_problems(self, recipe: Recipe, start: Start) -> tuple[str, list[Problem]]:
         """Return a description of the model's first weights, and the problems of inputs and directory."""
         weights = self.find_initial_weights(recipe, start)
         input_problems = find_input_problems(recipe, self.root, weights)
@@ -177,7 +177,7 @@ class RunDirectory:
             return not recipe.train.exceeds(load(self.recipe).train)
         return not isinstance(step, int) or step >= recipe.train.steps
 
-    def describe_finished(self) -> str:
+    def format_finished_run_advice(self) -> str:
         """Return the message for a user who resumes a finished run."""
         return (
             f"{self.root}: this run is finished. To continue it with --resume, raise train.steps, or change"
@@ -193,7 +193,7 @@ class RunDirectory:
             return inspect_weights(recipe)
         # A run with adapters needs the weights of model.path too, whatever the adapters begin with.
         base = inspect_weights(recipe) if recipe.model.lora else InitialWeights("")
-        if not start.fresh and CheckpointDirectory(self.checkpoints).list_steps():
+        if not start.fresh and CheckpointDirectory(self.checkpoints).list_steps_newest_first():
             return base._replace(description="the run's own newest checkpoint")
         try:
             again = not start.fresh and self.read_origin() == Origin.from_start(start)
@@ -274,13 +274,13 @@ class RunDirectory:
                     "manifest": manifest.compute_digest(checkpoint / manifest.FILE_NAME),
                 }
             files.write_json(self.origin, record)
-        self._write_description(job, versions)
+        self._write_job_and_versions(job, versions)
 
     def write_resume(self, recipe: Recipe, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         """Write the recipe, job and versions of a resumed run, which may be longer or on other machines."""
         self.result.unlink(missing_ok=True)
         self._write_recipe(recipe)
-        self._write_description(job, versions)
+        self._write_job_and_versions(job, versions)
 
     def rewind_metrics(self, step: int) -> None:
         """Remove the metrics that an interrupted run wrote after `step`.
@@ -305,7 +305,7 @@ class RunDirectory:
             os.register_at_fork(after_in_child=file.close)
             try:
                 if not joins_launcher:
-                    _lock_alone(file)
+                    _acquire_lock_or_time_out(file)
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on {socket.gethostname()}{place}")
                     file.flush()
@@ -342,14 +342,18 @@ class RunDirectory:
         noted = self.metrics.exists() and not all(
             _is_up_to_step(0, line) for line in _read_lines(self.metrics)
         )
-        return noted or self.result.exists() or bool(CheckpointDirectory(self.checkpoints).list_steps())
+        return (
+            noted
+            or self.result.exists()
+            or bool(CheckpointDirectory(self.checkpoints).list_steps_newest_first())
+        )
 
     def _refuse_foreign_files(self) -> None:
         """Raise UsageError for files that no run has written; a new or empty directory is allowed."""
         try:
             if files.is_file(self.recipe) and self.recipe.read_bytes().startswith(_RECIPE_HEADER.encode()):
                 return
-            foreign_names = sorted(path.name for path in self.root.iterdir() if _is_foreign(path))
+            foreign_names = sorted(path.name for path in self.root.iterdir() if _is_new_run_obstacle(path))
         except PermissionError as error:
             raise UsageError(
                 f"--run-directory {self.root}: cannot be read ({error.strerror}). Name another directory"
@@ -410,12 +414,12 @@ class RunDirectory:
     def _write_recipe(self, recipe: Recipe) -> None:
         files.write_text(self.recipe, _RECIPE_HEADER + to_yaml(recipe.dump()))
 
-    def _write_description(self, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def _write_job_and_versions(self, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         files.write_json(self.job, job)
         files.write_json(self.versions, versions)
 
 
-def _lock_alone(file: TextIO) -> None:
+def _acquire_lock_or_time_out(file: TextIO) -> None:
     """Lock a file that nobody else holds, once the processes of an earlier launch have ended.
 
     Raise BlockingIOError where another process still holds it after _LOCK_SECONDS.
@@ -432,7 +436,7 @@ def _lock_alone(file: TextIO) -> None:
             return
 
 
-def _is_foreign(path: Path) -> bool:
+def _is_new_run_obstacle(path: Path) -> bool:
     """Return whether a path in a directory without a run prevents a run from beginning there."""
     if path.name in _ALLOWED_NAMES or path.name.startswith("."):
         return False
@@ -445,7 +449,7 @@ def find_newest_checkpoint(path: Path) -> Path | None:
         return path
     for folder in (path, RunDirectory(path).checkpoints):
         directory = CheckpointDirectory(folder)
-        if steps := directory.list_steps():
+        if steps := directory.list_steps_newest_first():
             return directory.get_path(steps[0])
     return None
 

@@ -15,7 +15,7 @@ from bundle.runs.metrics import SPEED
 
 WARMUP_STEPS, MEASURED_STEPS = 3, 5
 # The keys of a run that ends after these steps, and writes as little as it can.
-_SHORT = {
+_SHORT_RUN_OVERRIDES = {
     "train": {
         "steps": WARMUP_STEPS + MEASURED_STEPS,
         "samples": None,
@@ -37,7 +37,7 @@ def measure_speed(recipe: Recipe, folder: Path, arguments: Sequence[str]) -> flo
     `arguments` are those of `train`. Raise JobFailed with the last line of a run that failed.
     """
     values = recipe.dump()
-    for section, keys in _SHORT.items():
+    for section, keys in _SHORT_RUN_OVERRIDES.items():
         values[section] |= keys
     values |= {"profile": None}
     values["optimizer"] |= {"wsd_decay_steps": None, "wsd_decay_style": None}

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from bundle import capabilities, files
 from bundle.errors import EnvironmentUnfit, format_bytes
 from bundle.launch import events
-from bundle.planning.size import compute_model_size, count_pairs
-from bundle.planning.tower import compute_tower_flops
+from bundle.planning.size import compute_model_size, count_attention_pairs
+from bundle.planning.tower import compute_tower_flop_coefficients
 from bundle.recipe import Recipe, flatten
 from bundle.runs.directory import RunDirectory
 
@@ -62,7 +62,7 @@ _NOT_IN_LINE_PREFIXES = (
     "rollout/",
 )
 # The name of an event by the first part of its metrics; the default is "step".
-_EVENT_NAMES = {"validation": "evaluation", "evaluation": "evaluation", "data": "data"}
+_EVENT_NAMES_BY_PREFIX = {"validation": "evaluation", "evaluation": "evaluation", "data": "data"}
 
 
 class Sink(Protocol):
@@ -166,12 +166,12 @@ class LiveProgress:
         self._live.stop()
 
 
-class EventLines:
+class JsonEventSink:
     """Writes an event of `train --json` per report, with the keys of metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        kind = _EVENT_NAMES.get(next(iter(values)).partition("/")[0], "step")
-        events.write_event(kind, step=step, **replace_nonfinite(dict(values)))
+        kind = _EVENT_NAMES_BY_PREFIX.get(next(iter(values)).partition("/")[0], "step")
+        events.print_event(kind, step=step, **replace_nonfinite(dict(values)))
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -184,7 +184,7 @@ def build_terminal_sink(steps: int, done: int, stream: TextIO = sys.stdout) -> S
     otherwise.
     """
     if events.has_listener():
-        return EventLines()
+        return JsonEventSink()
     return LiveProgress(steps, done) if stream.isatty() else PlainLines(steps, stream)
 
 
@@ -218,7 +218,7 @@ def start_trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
         "wandb": WeightsAndBiasesSink,
         "mlflow": MLflowSink,
     }
-    runs: dict[str, str] = json.loads(files.read_text(directory.trackers) or "{}")
+    runs: dict[str, str] = json.loads(files.read_text_if_small(directory.trackers) or "{}")
     sinks: list[Sink] = []
     for name, kind in kinds.items():
         if getattr(recipe.metrics, name) is None:
@@ -317,12 +317,12 @@ class TolerantSink:
         self._works = True
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._try(lambda: self._sink.write(step, values))
+        self._call_until_failure(lambda: self._sink.write(step, values))
 
     def close(self) -> None:
-        self._try(self._sink.close)
+        self._call_until_failure(self._sink.close)
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _call_until_failure(self, call: Callable[[], None]) -> None:
         if not self._works:
             return
         try:
@@ -365,12 +365,12 @@ class Speed:
         """Prepare the counts; `dp` is the number of replicas."""
         parallel = recipe.parallel
         self._size = compute_model_size(recipe.architecture, recipe.model)
-        self._tower = compute_tower_flops(recipe.architecture, recipe.model)
+        self._tower = compute_tower_flop_coefficients(recipe.architecture, recipe.model)
         self._ranks = parallel.tp * parallel.cp * parallel.pp * dp
         self._device = device
         self._peak: float | None = None  # FLOP/s in the dtype in use, where known
         if device.type != "cpu" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
-            peak = capabilities.find_capabilities(backend).find_peak(torch.cuda.get_device_name(device))
+            peak = capabilities.find_capabilities(backend).find_bf16_peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
 
     def compute_flops_per_rank(
@@ -382,12 +382,12 @@ class Speed:
         height and width.
         """
         tokens = np.asarray(lengths, np.int64)
-        pairs = int(count_pairs(tokens).sum())
-        windowed = int(count_pairs(tokens, self._size.window).sum())
+        pairs = int(count_attention_pairs(tokens).sum())
+        windowed = int(count_attention_pairs(tokens, self._size.window).sum())
         image_flops = self._tower.count_training_flops(grids) if self._tower else 0
         return (self._size.count_step_flops(int(tokens.sum()), pairs, windowed) + image_flops) / self._ranks
 
-    def compute_gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
+    def compute_speed_and_memory(self, flops: float, seconds: float) -> Mapping[str, float]:
         """Return the speed of a device (TFLOP/s; MFU where the peak is known) and its peak memory [bytes].
 
         On the cpu the memory is the resident memory of this process.

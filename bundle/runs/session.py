@@ -31,7 +31,7 @@ from bundle.runs.stragglers import Stragglers
 _log = logging.getLogger(__name__)
 
 
-class StepSizes(Protocol):
+class SequenceAndImageSizes(Protocol):
     """The sizes of the data of an update, on all replicas together."""
 
     @property
@@ -67,7 +67,9 @@ class Session:
     task_state: dict[str, Any] = field(default_factory=dict)
     end_tokens: Collection[int] = ()
 
-    def run(self, train: Callable[[], None], describe_result: Callable[[], Mapping[str, Any]]) -> None:
+    def train_and_finalize(
+        self, train: Callable[[], None], describe_result: Callable[[], Mapping[str, Any]]
+    ) -> None:
         """Call `train`, then complete the last checkpoint, export, and write the result.
 
         Raise what `train` raises; at Preempted the last checkpoint is complete. Raise JobFailed where no
@@ -97,7 +99,7 @@ class Session:
         previous_step = step - 1 if previous_step is None else previous_step
         return interval > 0 and step // interval > previous_step // interval
 
-    def make_update(self, learn: Callable[[], StepSizes], samples: int) -> StepResult:
+    def make_update(self, learn: Callable[[], SequenceAndImageSizes], samples: int) -> StepResult:
         """Make one update: `learn` adds the gradients and returns sizes; `samples` are counted as read.
 
         Raise JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
@@ -115,7 +117,7 @@ class Session:
         self.checkpoints.poll()
         return result
 
-    def report(self, result: StepResult, extra: Mapping[str, float] | None = None) -> None:
+    def report_unreported_updates(self, result: StepResult, extra: Mapping[str, float] | None = None) -> None:
         """Write the metrics of the updates since the last report, and `extra`; `result` is of the last one.
 
         Raise JobFailed for a loss that is not finite, unless `train.on_nan` is skip.
@@ -123,16 +125,16 @@ class Session:
         progress = self.progress
         progress.losses = losses = self.engine.take_losses()
         values = self._describe_updates(losses, result)
-        values |= self.speed.compute_gauges(progress.unreported_flops, progress.unreported_seconds)
-        forward_seconds = self.engine.forward_timer.take_seconds()
+        values |= self.speed.compute_speed_and_memory(progress.unreported_flops, progress.unreported_seconds)
+        forward_seconds = self.engine.forward_timer.take_seconds_if_supported()
         if forward_seconds is not None:
             values |= self.stragglers.measure(progress.step, forward_seconds / progress.unreported_steps)
         self.metrics.write(progress.step, values | dict(extra or {}))
         if self.recipe.train.on_nan == "stop":
-            self._refuse_infinite_loss(losses)
+            self._refuse_nonfinite_main_loss(losses)
         progress.clear_unreported()
 
-    def end_step(self, *, is_last: bool, is_save_due: bool) -> None:
+    def save_if_due_or_preempted(self, *, is_last: bool, is_save_due: bool) -> None:
         """Save a checkpoint if due, at the end, or after a signal; raise Preempted after a signal."""
         is_told_to_stop = self.should_stop()
         if is_told_to_stop or is_last or is_save_due:
@@ -165,7 +167,7 @@ class Session:
         progress, engine = self.progress, self.engine
         carried = {
             "progress": progress.dump(),
-            "losses": engine.gather_loss_sums(),
+            "losses": engine.gather_pending_loss_sums(),
             "data": dict(self.identity),
             "task": self.task_state,
         }
@@ -194,7 +196,7 @@ class Session:
             **skipped,
         }
 
-    def _refuse_infinite_loss(self, losses: Losses) -> None:
+    def _refuse_nonfinite_main_loss(self, losses: Losses) -> None:
         if math.isfinite(losses.main):
             return
         last = self.progress.step

@@ -65,7 +65,7 @@ class SessionBuilder:
         self.recipe, self.directory = job.recipe, RunDirectory(job.directory)
         self.weights: PretrainedWeights | None = None
         with runtime.megatron_calls():
-            self.groups = groups.initialize(
+            self.groups = groups.create_model_parallel_groups(
                 job.recipe.parallel,
                 seed=job.recipe.seed,
                 timeout_seconds=compute_collective_timeout(job.recipe.distributed.timeout_seconds),
@@ -89,9 +89,9 @@ class SessionBuilder:
         """
         recipe = with_epochs_as_steps(self.recipe, samples)
         with self.watchdog.extend_patience("loading the weights"):
-            self.weights = self._find_weights(needs_first=keep_reference is not None)
+            self.weights = self._find_weights_missing_in_checkpoint(needs_first=keep_reference is not None)
             engine = Engine(
-                with_epochs_as_steps(self.job.effective_recipe, samples),
+                with_epochs_as_steps(self.job.recipe_with_planned_attention, samples),
                 self.runtime,
                 self.groups,
                 self.device,
@@ -126,13 +126,13 @@ class SessionBuilder:
             end_tokens=end_tokens,
         )
 
-    def _find_weights(self, *, needs_first: bool) -> PretrainedWeights | None:
+    def _find_weights_missing_in_checkpoint(self, *, needs_first: bool) -> PretrainedWeights | None:
         """Return the published weights that the model begins with; None where a checkpoint has them all."""
         # A checkpoint of adapters holds no weights.
         if self.recipe.model.lora is not None or not self._is_initialized_from_checkpoint(
             needs_first=needs_first
         ):
-            return agree_on_weights(self.recipe)
+            return find_weights_on_all_ranks(self.recipe)
         return None
 
     def _is_initialized_from_checkpoint(self, *, needs_first: bool) -> bool:
@@ -140,7 +140,7 @@ class SessionBuilder:
         checkpoints = CheckpointDirectory(self.directory.checkpoints)
         return run_on_rank_0(
             lambda: (
-                bool(not needs_first and self.is_resumed and checkpoints.list_steps())
+                bool(not needs_first and self.is_resumed and checkpoints.list_steps_newest_first())
                 or self.directory.read_origin() is not None
             )
         )
@@ -169,11 +169,11 @@ class SessionBuilder:
         origin = run_on_rank_0(self.directory.read_origin)
         if keep_reference is not None:
             if origin is not None:
-                self._load_origin(checkpoints, recipe, weights_only=True)
+                self._load_origin_state_or_weights(checkpoints, recipe, weights_only=True)
             keep_reference(engine)
         loaded = checkpoints.load_newest() if self.is_resumed else None
         if loaded is None and origin is not None:
-            loaded = self._load_origin(checkpoints, recipe, weights_only=origin.weights_only)
+            loaded = self._load_origin_state_or_weights(checkpoints, recipe, weights_only=origin.weights_only)
         if loaded is None:
             return Progress(), {}
         saved = loaded.state
@@ -189,7 +189,7 @@ class SessionBuilder:
         _log.info("continues after step %d", saved.step)
         return Progress.from_dump(saved.metrics["progress"]), dict(saved.metrics["task"])
 
-    def _load_origin(
+    def _load_origin_state_or_weights(
         self, checkpoints: Checkpoints, recipe: Recipe, *, weights_only: bool
     ) -> LoadedCheckpoint | None:
         """Load the checkpoint that `--from` names; return it, or None where only its weights are loaded."""
@@ -206,7 +206,7 @@ class SessionBuilder:
     def _write_checkpoint_event(self, step: int) -> None:
         if events.has_listener():
             path = CheckpointDirectory(self.directory.checkpoints).get_path(step).absolute()
-            events.write_event("checkpoint", step=step, directory=str(path))
+            events.print_event("checkpoint", step=step, directory=str(path))
 
     def _build_metrics(self, recipe: Recipe, step: int) -> MetricsWriter:
         if dist.get_rank() != 0:
@@ -217,14 +217,14 @@ class SessionBuilder:
         if (prometheus := recipe.metrics.prometheus) is not None:
             name = self.directory.root.absolute().name
             try:
-                sinks.append(PrometheusSink(prometheus, name, outcomes.count_earlier_launches()))
+                sinks.append(PrometheusSink(prometheus, name, outcomes.count_earlier_node_launches()))
             except EnvironmentUnfit as error:  # a port that another program has taken ends no training
                 _log.warning("%s. The run continues without the endpoint.", error)
         sinks += start_trackers(recipe, self.directory)
         return MetricsWriter([*sinks, build_terminal_sink(recipe.train.steps, step)])
 
 
-def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
+def find_weights_on_all_ranks(recipe: Recipe) -> PretrainedWeights | None:
     """Return the weights of model.path, or None for random ones, and log which; all ranks call it.
 
     Raise UsageError where they cannot be loaded, or where ranks find different ones.
@@ -249,7 +249,7 @@ def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
     return weights[0]
 
 
-def run_job(
+def train_in_locked_directory(
     job: Job,
     runtime: Runtime,
     device: torch.device,
@@ -262,7 +262,7 @@ def run_job(
         stop = StopRequest(device)
         has_launcher = outcomes.get_launch_folder() is not None
         run_on_rank_0(lambda: exit_stack.enter_context(directory.hold_lock(joins_launcher=has_launcher)))
-        is_resumed = run_on_rank_0(lambda: _begin(job, directory))
+        is_resumed = run_on_rank_0(lambda: _prepare_run_directory(job, directory))
         if is_resumed is not None:
             train(
                 SessionBuilder(
@@ -276,7 +276,7 @@ def run_job(
             )
 
 
-def _begin(job: Job, directory: RunDirectory) -> bool | None:
+def _prepare_run_directory(job: Job, directory: RunDirectory) -> bool | None:
     """Write the start or the resume of a run; return whether it is a resume, None for a finished run."""
     recipe, origin = job.recipe, Origin.from_start(job.start)
     versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().list_packages()}
@@ -288,7 +288,7 @@ def _begin(job: Job, directory: RunDirectory) -> bool | None:
                 answers.unlink()
         directory.clear_and_write_start(recipe, job.dump(), versions, origin)
     elif directory.is_finished(recipe):
-        _log.info(directory.describe_finished())
+        _log.info(directory.format_finished_run_advice())
         return None
     else:
         directory.write_resume(recipe, job.dump(), versions)

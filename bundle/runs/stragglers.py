@@ -36,7 +36,7 @@ class Stragglers:
         dist.all_gather(all_seconds, own_seconds)
         if dist.get_rank() != 0:
             return {}
-        rank, ratio, usual = find_slowest(torch.cat(all_seconds).tolist(), self._stages)
+        rank, ratio, usual = find_slowest_rank_ratio_median(torch.cat(all_seconds).tolist(), self._stages)
         if rank is None:
             return {}
         earlier_rank, count = self._slow
@@ -50,7 +50,9 @@ class Stragglers:
         return {"train/straggler_ratio": ratio}
 
 
-def find_slowest(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int | None, float, float]:
+def find_slowest_rank_ratio_median(
+    seconds: Sequence[float], stages: Sequence[int]
+) -> tuple[int | None, float, float]:
     """Return the rank that is slowest relative to its stage's median, the ratio, and the median [s].
 
     Of two ranks, the faster one is the median. The rank is None where every stage has one rank.

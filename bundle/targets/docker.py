@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from bundle import files
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
+from bundle.errors import ExitCode, TargetUnavailable, UsageError, format_value
 from bundle.files import digest_json
 from bundle.launch import grace
 from bundle.launch import job as job_file
@@ -31,7 +31,7 @@ from bundle.targets.options import Grace, Preflight, Rdma, Restarts
 from bundle.targets.states import JobState, ListedJob
 
 # The network card writes to memory that must stay pinned.
-_RDMA_OPTIONS = (f"--device={devices.RDMA_DEVICES}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
+_RDMA_OPTIONS = (f"--device={devices.RDMA_DEVICE_DIRECTORY}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
 # The labels of a container: who started it, and the run directory.
 _OWNER_LABEL, _DIRECTORY_LABEL = "mcore-bundle.owner", "mcore-bundle.run-directory"
 _ENDED_STATES = ("exited", "dead")
@@ -98,7 +98,7 @@ class DockerOptions:
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a size, such as 64g"
 
 
-def choose_user(directory: Path) -> str:
+def choose_current_user_or_owner(directory: Path) -> str:
     """Return the user of a run's container where none is named: this user, in group 0, but never root.
 
     For root, it is the owner of the run directory, or the user of our images where root owns the directory.
@@ -118,7 +118,7 @@ def build_container_name(job: Job, node_rank: int) -> str:
     return f"mcore-bundle-{name}-{digest_json(job.dump())}-{node_rank}"
 
 
-def build_command(
+def build_node_command(
     job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = ""
 ) -> Command:
     """Return the command that runs one node. Raise UsageError with every value that it cannot hold."""
@@ -152,7 +152,7 @@ def build_command(
         f"--workdir={workdir}",
         *(f"--env={name}" for name in options.environment),
         options.image,
-        *job_file.build_arguments(
+        *job_file.build_train_arguments(
             job,
             get_job_directory(job) / FILE_NAME,
             node_rank,
@@ -176,12 +176,12 @@ def _list_volumes(job: Job, options: DockerOptions, workdir: Path) -> Sequence[s
 
 def render_dry_run(job: Job, options: DockerOptions, workdir: Path, rendezvous: str = "") -> str:
     """Return the text of a dry run: one command for each node."""
-    rendezvous = job_file.format_rendezvous(job, rendezvous)
+    rendezvous = job_file.get_rendezvous_or_placeholder(job, rendezvous)
     lines = [f"# executes {get_job_directory(job) / FILE_NAME}, which `mcore-bundle launch docker` writes"]
     for node in range(job.nodes):
         lines += [
             f"# node {node} of {job.nodes}",
-            build_command(job, options, workdir, node, rendezvous).to_shell(),
+            build_node_command(job, options, workdir, node, rendezvous).to_redacted_shell(),
         ]
     return "\n".join(lines) + "\n"
 
@@ -189,11 +189,11 @@ def render_dry_run(job: Job, options: DockerOptions, workdir: Path, rendezvous: 
 def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
     """Start one node and return the name of its container.
 
-    Raise LaunchUnavailable where docker refuses, or where this job runs already. Raise UsageError where the
+    Raise TargetUnavailable where docker refuses, or where this job runs already. Raise UsageError where the
     container of root has a user who cannot enter `workdir`.
     """
     node_command, directory = (
-        build_command(job, options, workdir, node_rank, rendezvous),
+        build_node_command(job, options, workdir, node_rank, rendezvous),
         get_job_directory(job),
     )
     uid, _, gid = options.user.partition(":")
@@ -206,11 +206,11 @@ def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, 
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / FILE_NAME, job.to_text())
     if hands_over:
-        _give_root_files(job.directory, int(uid))
+        _chown_root_files(job.directory, int(uid))
     name = build_container_name(job, node_rank)
     if run_client("docker", "ps", "--all", "--quiet", f"--filter=name=^{name}$").strip():
         if query_state(name).code is None:
-            raise LaunchUnavailable(
+            raise TargetUnavailable(
                 f"container {name} already runs this job: `mcore-bundle launch logs docker:{name}`"
             )
         run_client("docker", "rm", name)
@@ -234,7 +234,7 @@ def _can_enter(directory: Path, uid: int, gid: int) -> bool:
     return bool(place.st_mode & bit)
 
 
-def _give_root_files(directory: Path, uid: int) -> None:
+def _chown_root_files(directory: Path, uid: int) -> None:
     """Give root's files in a run directory to a user."""
     for _, _, names, descriptor in os.fwalk(directory):  # which follows no links
         for name in (".", *names):
@@ -245,7 +245,7 @@ def _give_root_files(directory: Path, uid: int) -> None:
 def query_state(name: str) -> JobState:
     """Return the state of a container as the engine reports it.
 
-    Raise LaunchUnavailable where the engine does not know the container.
+    Raise TargetUnavailable where the engine does not know the container.
     """
     template = "{{.State.Status}} {{.State.OOMKilled}} {{.State.ExitCode}} {{.State.Error}}"
     status, killed, code, error = run_client(
@@ -258,7 +258,7 @@ def query_state(name: str) -> JobState:
     return JobState(status.upper(), reason, exit_code)
 
 
-def stop(name: str) -> None:
+def request_stop(name: str) -> None:
     """Tell the ranks of a container to save and end. Its stop timeout was set when it was started."""
     if query_state(name).code is None:
         run_client("docker", "kill", "--signal=TERM", name)
@@ -304,4 +304,4 @@ def find_npu_unix_groups(device: Path = Path("/dev/davinci0")) -> tuple[int, ...
 def list_npu_options(count: int) -> list[str]:
     """Return the options for `count` NPUs: their device files and the driver's files, nothing more."""
     nodes = [f"--device={device}" for device in devices.list_npu_device_files(count)]
-    return nodes + [f"--volume={path}:{path}:ro" for path in devices.NPU_DRIVER]
+    return nodes + [f"--volume={path}:{path}:ro" for path in devices.NPU_DRIVER_PATHS]

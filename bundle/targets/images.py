@@ -14,7 +14,7 @@ IMAGES_FILE = Path(__file__).with_name(
 )  # made of docker-bake.json by `python -m tools.images page`
 # The user of our images, and the one directory that it may write to (images/README.md).
 USER, HOME = 10001, "/home/bundle"
-DEFAULT_REGISTRY = "mcore-bundle"  # bake's default: images that were built on this machine
+LOCAL_BUILD_IMAGE_PREFIX = "mcore-bundle"  # bake's default: images that were built on this machine
 
 
 class Image(NamedTuple):
@@ -31,7 +31,7 @@ def load_images() -> list[Image]:
     return [Image(**row) for row in json.loads(IMAGES_FILE.read_text())]
 
 
-def choose_image(job: Job, registry: str = DEFAULT_REGISTRY) -> str:
+def choose_image(job: Job, registry: str = LOCAL_BUILD_IMAGE_PREFIX) -> str:
     """Return the name of our image for a job. Raise UsageError with all images where none fits."""
     images = [image for image in load_images() if image.backend == job.backend]
     candidates = [image for image in images if image.chip in ("", job.generation)]

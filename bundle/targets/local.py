@@ -17,21 +17,21 @@ from itertools import count
 from pathlib import Path
 
 from bundle import files
-from bundle.errors import EnvironmentUnfit, ExitCode, LaunchUnavailable, UsageError
+from bundle.errors import EnvironmentUnfit, ExitCode, TargetUnavailable, UsageError
 from bundle.launch import command as ranks
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.rendezvous import discover
-from bundle.targets.log_reader import tail_log
+from bundle.targets.log_reader import read_appended_text
 from bundle.targets.options import Preflight, Restarts
-from bundle.targets.states import JobState, ListedJob, find_exit_code, poll_states
+from bundle.targets.states import JobState, ListedJob, find_exit_code, yield_polled_states
 
 LOG_NAME = "node.log"
 _LOCK_NAME, _GROUP_NAME, _EXIT_CODE_NAME = "lock", "group", "ended"
 _POLL_SECONDS = 0.5
 # A request to save goes to the whole process group. The shell survives it and writes the exit code.
-_SHELL_SCRIPT = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
+_EXIT_CODE_SCRIPT = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LocalOptions:
     python: str = sys.executable
 
 
-def build_command(
+def build_node_command(
     job: Job, options: LocalOptions, folder: Path, node_rank: int = 0, rendezvous: str = ""
 ) -> Command:
     """Return the command that runs one node.
@@ -53,7 +53,7 @@ def build_command(
     """
     if wrong := job_file.find_rendezvous_problems(job, rendezvous):
         raise UsageError("the command cannot be generated", wrong)
-    arguments = job_file.build_arguments(
+    arguments = job_file.build_train_arguments(
         job, folder / FILE_NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
     )
     mcore = [f"--mcore={options.mcore}"] if options.mcore else []
@@ -62,19 +62,22 @@ def build_command(
 
 def render_dry_run(job: Job, options: LocalOptions, rendezvous: str = "") -> str:
     """Return the text of a dry run: the command of each node and the one that starts its ranks."""
-    folder, rendezvous = next(_list_next_folders(job)), job_file.format_rendezvous(job, rendezvous)
+    folder, rendezvous = (
+        next(_list_next_folders(job)),
+        job_file.get_rendezvous_or_placeholder(job, rendezvous),
+    )
     lines = [f"# executes {folder / FILE_NAME}, which `mcore-bundle launch local` writes"]
     for node in range(job.nodes):
         lines += [
             f"# node {node} of {job.nodes}",
-            build_command(job, options, folder, node, rendezvous).to_shell(),
+            build_node_command(job, options, folder, node, rendezvous).to_redacted_shell(),
             "# which starts its ranks by",
         ]
         node_rendezvous = discover({}, nodes=job.nodes, node_rank=node, endpoint=rendezvous or None)
         lines.append(
             ranks.build_command(
                 job_file.build_launch(job, node_rendezvous, python=options.python), {}
-            ).to_shell()
+            ).to_redacted_shell()
         )
     return "\n".join(lines) + "\n"
 
@@ -85,15 +88,15 @@ def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, r
     Raise EnvironmentUnfit where the folder cannot be made.
     """
     folders = _list_next_folders(job)
-    node_command = build_command(job, options, folder := next(folders), node_rank, rendezvous)
+    node_command = build_node_command(job, options, folder := next(folders), node_rank, rendezvous)
     try:
         while not _create_folder(folder):  # another node has just created it
-            node_command = build_command(job, options, folder := next(folders), node_rank, rendezvous)
+            node_command = build_node_command(job, options, folder := next(folders), node_rank, rendezvous)
         with (folder / _LOCK_NAME).open("wb") as lock, (folder / LOG_NAME).open("wb") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             files.write_text(folder / FILE_NAME, job.to_text())
             process = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL_SCRIPT, str(folder / _EXIT_CODE_NAME), *node_command.argv],
+                ["/bin/sh", "-c", _EXIT_CODE_SCRIPT, str(folder / _EXIT_CODE_NAME), *node_command.argv],
                 cwd=workdir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -117,34 +120,34 @@ def list_jobs() -> Iterator[ListedJob]:
 
 
 def query_state(name: str) -> JobState:
-    """Return the state of a node. Raise LaunchUnavailable where no node was started in that folder."""
+    """Return the state of a node. Raise TargetUnavailable where no node was started in that folder."""
     if _is_running(Path(name)):
         return JobState("RUNNING", "", None)
-    exit_text = (files.read_text(Path(name) / _EXIT_CODE_NAME) or "").strip()
+    exit_text = (files.read_text_if_small(Path(name) / _EXIT_CODE_NAME) or "").strip()
     if not exit_text.isdigit():
         return JobState("LOST", "the job's processes or its machine died", int(ExitCode.LAUNCH_UNAVAILABLE))
     code = int(exit_text)
     return JobState("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
 
 
-def stop(name: str) -> None:
+def request_stop(name: str) -> None:
     """Tell a node's ranks to save and end; a second call ends the node at once."""
     if not _is_running(Path(name)):
         return
-    group, _, host = (files.read_text(Path(name) / _GROUP_NAME) or "").partition(" ")
+    group, _, host = (files.read_text_if_small(Path(name) / _GROUP_NAME) or "").partition(" ")
     if host != socket.gethostname():
-        raise LaunchUnavailable(f"local:{name}: the job runs on machine '{host or 'unknown'}'. Stop it there")
+        raise TargetUnavailable(f"local:{name}: the job runs on machine '{host or 'unknown'}'. Stop it there")
     os.killpg(int(group), signal.SIGTERM)
 
 
 def read_log(name: str) -> str:
     """Return everything that a node has written."""
-    return "".join(tail_log([_require_folder(name) / LOG_NAME]))
+    return "".join(read_appended_text([_require_launch_folder(name) / LOG_NAME]))
 
 
 def follow(name: str) -> Iterator[str]:
     """Yield what a node writes, as it comes, until the node has ended."""
-    yield from tail_log(Path(name) / LOG_NAME for _ in _poll_states(name))
+    yield from read_appended_text(Path(name) / LOG_NAME for _ in _poll_states(name))
 
 
 def wait(name: str) -> int:
@@ -177,19 +180,19 @@ def _find_running_folders() -> Iterator[Path]:
             words = (process / "cmdline").read_bytes().split(b"\0") if is_ours else []
         except OSError:  # it has ended
             continue
-        if words[:3] == [b"/bin/sh", b"-c", _SHELL_SCRIPT.encode()]:
+        if words[:3] == [b"/bin/sh", b"-c", _EXIT_CODE_SCRIPT.encode()]:
             yield Path(os.fsdecode(words[3])).parent
 
 
-def _require_folder(name: str) -> Path:
+def _require_launch_folder(name: str) -> Path:
     folder = Path(name)
     if not files.is_file(folder / _LOCK_NAME):
-        raise LaunchUnavailable(f"local:{name}: this machine has launched no job in this folder")
+        raise TargetUnavailable(f"local:{name}: this machine has launched no job in this folder")
     return folder
 
 
 def _is_running(folder: Path) -> bool:
-    with (_require_folder(str(folder)) / _LOCK_NAME).open("rb") as lock:
+    with (_require_launch_folder(str(folder)) / _LOCK_NAME).open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -198,4 +201,4 @@ def _is_running(folder: Path) -> bool:
 
 
 def _poll_states(name: str) -> Iterator[JobState]:
-    return poll_states(lambda: query_state(name), _POLL_SECONDS, patience_seconds=0)
+    return yield_polled_states(lambda: query_state(name), _POLL_SECONDS, patience_seconds=0)

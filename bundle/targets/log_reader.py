@@ -7,7 +7,7 @@ from pathlib import Path
 from bundle import files
 
 
-def tail_log(paths: Iterable[Path | None]) -> Iterator[str]:
+def read_appended_text(paths: Iterable[Path | None]) -> Iterator[str]:
     """Yield what was appended to a file between two reads.
 
     `paths` gives the file's path before each read, or None while there is no file.

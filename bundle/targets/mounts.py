@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from bundle import files
 from bundle.launch.job import Job
-from bundle.planning.inputs import find_local_inputs
+from bundle.planning.inputs import find_existing_local_inputs
 
 
 class Mount(NamedTuple):
@@ -33,9 +33,11 @@ def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice:
     Ranks run in `workdir`, to which relative paths belong. `advice` is the remedy, in which {} stands for a
     directory.
     """
-    for key, value, paths in find_local_inputs(job.recipe, job.start.origin):
+    for key, value, paths in find_existing_local_inputs(job.recipe, job.start.origin):
         container_paths = (Path(os.path.normpath(workdir / path)) for path in paths)
-        if unseen := next((path for path in container_paths if not _is_visible(mounts, path)), None):
+        if unseen := next(
+            (path for path in container_paths if not _is_container_path_visible(mounts, path)), None
+        ):
             directory = unseen.parent if files.is_file(unseen) else unseen
             yield (
                 f"{key} {value}: the container does not see this path of this machine. Unless the image"
@@ -43,7 +45,7 @@ def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice:
             )
 
 
-def _is_visible(mounts: Sequence[Mount], path: Path) -> bool:
+def _is_container_path_visible(mounts: Sequence[Mount], path: Path) -> bool:
     """Return whether a path leads to the same file in the container, links within a mount included."""
     for target, source in mounts:
         if not path.is_relative_to(target):

@@ -17,18 +17,18 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from bundle import capabilities, files
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
+from bundle.errors import ExitCode, TargetUnavailable, UsageError, format_value
 from bundle.files import digest_json
-from bundle.launch.command import WAIT_SECONDS
+from bundle.launch.command import NODE_WAIT_SECONDS
 from bundle.launch.job import FILE_NAME, Job
-from bundle.targets.client import IMPORT_LOCK
+from bundle.targets.client import CLIENT_IMPORT_THREAD_LOCK
 from bundle.targets.options import Preflight, Restarts
 from bundle.targets.states import (
     JobState,
     ListedJob,
     TargetNotConfigured,
     find_exit_code,
-    poll_states,
+    yield_polled_states,
 )
 
 T = TypeVar("T")
@@ -37,7 +37,10 @@ T = TypeVar("T")
 STOP_NAME, TOKEN_NAME = "stop", "token"
 _OBJECT_STORE_BYTES = 10**8  # only lines of text are exchanged; ranks need the rest of /dev/shm
 POLL_SECONDS = 2.0
-_SHELL_FAILURES = (126, 127)  # the codes of a shell for a program that it cannot run or does not find
+_SHELL_FAILURE_EXIT_CODES = (
+    126,
+    127,
+)  # the codes of a shell for a program that it cannot run or does not find
 # Ray's own variable for the dashboard that takes jobs, and the address of a dashboard on this machine.
 _ADDRESS_VARIABLE, _LOCAL_ADDRESS = "RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265"
 
@@ -57,7 +60,7 @@ class RayOptions:
     preflight: Preflight = False
     wait: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="Wait at most this time for free machines.")
-    ] = WAIT_SECONDS
+    ] = NODE_WAIT_SECONDS
     python: str = sys.executable
 
     def find_violations(self) -> Iterator[str]:
@@ -82,7 +85,7 @@ def build_placement_bundles(job: Job) -> list[dict[str, float]]:
     return [{"CPU": 1.0} | devices for _ in range(job.nodes)]
 
 
-def build_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
+def build_node_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
     """Return the options of `ray start` for a machine with exactly the resources of a bundle."""
     option_names = {"CPU": "num-cpus", "GPU": "num-gpus"}
     options = {option_names[name]: f"{count:g}" for name, count in bundle.items() if name in option_names}
@@ -134,7 +137,7 @@ def import_ray() -> Any:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
-        with IMPORT_LOCK:
+        with CLIENT_IMPORT_THREAD_LOCK:
             import ray
             import ray.job_submission
     except ImportError as error:
@@ -145,7 +148,7 @@ def import_ray() -> Any:
 def submit(job: Job, options: RayOptions, workdir: Path) -> str:
     """Submit a job to Ray and return its number and address as NUMBER@ADDRESS.
 
-    Raise LaunchUnavailable where Ray refuses or does not answer.
+    Raise TargetUnavailable where Ray refuses or does not answer.
     """
     job_request = build_request(job, options, workdir)
     client = _connect(options.address)
@@ -161,7 +164,7 @@ def list_jobs() -> Iterator[ListedJob]:
     address = os.environ.get(_ADDRESS_VARIABLE, "")
     try:
         client = _connect(address or _LOCAL_ADDRESS)
-    except LaunchUnavailable as error:
+    except TargetUnavailable as error:
         if address:
             raise
         raise TargetNotConfigured(f"{error}. Set {_ADDRESS_VARIABLE}") from error
@@ -175,14 +178,14 @@ def list_jobs() -> Iterator[ListedJob]:
 def query_state(name: str) -> JobState:
     """Return the state of a job as Ray reports it.
 
-    Raise LaunchUnavailable where Ray does not know the job, or does not answer.
+    Raise TargetUnavailable where Ray does not know the job, or does not answer.
     """
     number, _, address = name.partition("@")
     client = _connect(address)
     return _parse_state(_call_ray(lambda: client.get_job_info(number)))
 
 
-def stop(name: str) -> None:
+def request_stop(name: str) -> None:
     """Tell a running job to save and end; a waiting job does not begin."""
     number, _, address = name.partition("@")
     client = _connect(address)
@@ -216,7 +219,7 @@ def wait(name: str) -> int:
 
 
 def _poll_states(name: str) -> Iterator[JobState]:
-    return poll_states(lambda: query_state(name), POLL_SECONDS)
+    return yield_polled_states(lambda: query_state(name), POLL_SECONDS)
 
 
 def _parse_state(info: Any) -> JobState:
@@ -229,7 +232,7 @@ def _parse_state(info: Any) -> JobState:
     code = default_code if info.driver_exit_code is None else int(info.driver_exit_code)
     if code < 0:  # a signal ended the driver; shells and Slurm report it like this
         code = 128 - code
-    if code in _SHELL_FAILURES:
+    if code in _SHELL_FAILURE_EXIT_CODES:
         return JobState(
             name, "the shell could not start Python on the cluster", int(ExitCode.LAUNCH_UNAVAILABLE)
         )
@@ -244,11 +247,11 @@ def _connect(address: str) -> Any:
 
 
 def _call_ray(call: Callable[[], T]) -> T:
-    """Return Ray's answer. Raise LaunchUnavailable with Ray's message where the call fails."""
+    """Return Ray's answer. Raise TargetUnavailable with Ray's message where the call fails."""
     try:
         return call()
     except Exception as error:  # Ray raises many classes, and RuntimeError for most failures
-        raise LaunchUnavailable(f"Ray: {describe_error(error)}") from error
+        raise TargetUnavailable(f"Ray: {describe_error(error)}") from error
 
 
 def describe_error(error: Exception) -> str:

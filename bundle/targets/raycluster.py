@@ -20,7 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from bundle import files
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError
+from bundle.errors import ExitCode, TargetUnavailable, UsageError
 from bundle.files import digest_json
 from bundle.launch.job import Job
 from bundle.launch.orphans import prepare_parent_death_signal
@@ -28,15 +28,15 @@ from bundle.launch.rendezvous import LOOPBACK, Rendezvous, find_own_address
 from bundle.launch.starters import remove_starter_variables
 from bundle.targets.ray import (
     TOKEN_NAME,
+    build_node_start_options,
     build_placement_bundles,
-    build_start_options,
     describe_error,
     import_ray,
 )
 
 _POLL_SECONDS = 1.0
-_END_SECONDS = 30  # the time for Ray's processes to end
-_UNUSED_ADDRESS = "192.0.2.1"  # reserved, so nobody has it (RFC 5737); nothing is sent there
+_SHUTDOWN_TIMEOUT_SECONDS = 30  # the time for Ray's processes to end
+_TEST_NET_PROBE_ADDRESS = "192.0.2.1"  # reserved, so nobody has it (RFC 5737); nothing is sent there
 _MOST_SILENT_POLLS = 5  # failed connections to the head in a row
 
 
@@ -53,7 +53,7 @@ def build_start_arguments(job: Job, head: str, node_address: str, folder: Path |
         role_options += [f"--dashboard-host={LOOPBACK}"]
     return [
         *("start", "--block", "--disable-usage-stats", *role_options, f"--node-ip-address={node_address}"),
-        *(f"--{name}={value}" for name, value in build_start_options(bundle).items()),
+        *(f"--{name}={value}" for name, value in build_node_start_options(bundle).items()),
         # Its default is one fixed port, which two nodes on one machine cannot share.
         f"--dashboard-agent-listen-port={_find_free_port()}",
     ]
@@ -63,7 +63,7 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
     """Start this machine's part of the cluster and return the exit code.
 
     On the first machine, run `drive` there and return its code; the others end when the first one has ended.
-    Raise UsageError where the machines are not those of the job. Raise LaunchUnavailable where Ray does not
+    Raise UsageError where the machines are not those of the job. Raise TargetUnavailable where Ray does not
     start, or where its head does not answer within `wait` seconds.
     """
     if rendezvous.is_rank or rendezvous.nodes != job.nodes:
@@ -72,19 +72,19 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
             f" {rendezvous.source} has {rendezvous.nodes} ({rendezvous.reason})"
         )
     import_ray()  # raises before anything starts, where it is not installed
-    address = _resolve_address(rendezvous.address)
+    address = _resolve_reachable_head_address(rendezvous.address)
     head, token = f"{address}:{rendezvous.port or _find_free_port()}", file.parent / TOKEN_NAME
     log = file.parent / f"ray-{rendezvous.node_rank}.log"
     os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": head}
     if rendezvous.node_rank == 0:
         _write_token(token)
         with _run_ray(job, head, address, token, log, is_head=True) as ray:
-            _wait_until_up(ray, head, log, wait)
+            _wait_for_head(ray, head, log, wait)
             return drive()
     deadline = time.monotonic() + wait
     while not _is_reachable(head):
         if time.monotonic() > deadline:
-            raise LaunchUnavailable(f"no Ray head answered at {head} within {wait} s")
+            raise TargetUnavailable(f"no Ray head answered at {head} within {wait} s")
         time.sleep(_POLL_SECONDS)
     # The first machine passes a request to save and end on to all nodes, so this one must stay until then.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -94,7 +94,7 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
             time.sleep(_POLL_SECONDS)
             silent_polls = 0 if _is_reachable(head) else silent_polls + 1
             if not silent_polls and ray.poll() is not None:
-                raise LaunchUnavailable(f"Ray has ended on this machine. See {log}")
+                raise TargetUnavailable(f"Ray has ended on this machine. See {log}")
     return int(ExitCode.OK)  # the first machine returns the job's exit code
 
 
@@ -104,7 +104,7 @@ def _run_ray(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run Ray's processes of this machine within the context; they get no signals from our starter."""
     # The name comes from the secret token, so no other user can create the folder first.
-    folder = Path(tempfile.gettempdir()) / f"ray-{digest_json(files.read_text(token))}"
+    folder = Path(tempfile.gettempdir()) / f"ray-{digest_json(files.read_text_if_small(token))}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -124,14 +124,14 @@ def _run_ray(
         if is_head:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_SECONDS)
+                process.wait(_SHUTDOWN_TIMEOUT_SECONDS)
         process.kill()  # and all that it started; without its head a cluster has nothing to save
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_until_up(process: subprocess.Popen[bytes], head: str, log: Path, wait: int) -> None:
-    """Wait until the head accepts a driver. Raise LaunchUnavailable where it does not."""
+def _wait_for_head(process: subprocess.Popen[bytes], head: str, log: Path, wait: int) -> None:
+    """Wait until the head accepts a driver. Raise TargetUnavailable where it does not."""
     ray, deadline = import_ray(), time.monotonic() + wait
     reason = "it does not answer"
     while time.monotonic() < deadline and process.poll() is None:
@@ -143,7 +143,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], head: str, log: Path, wait:
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             reason = describe_error(error)
         time.sleep(_POLL_SECONDS)
-    raise LaunchUnavailable(f"Ray did not start on this machine: {reason}. See {log}")
+    raise TargetUnavailable(f"Ray did not start on this machine: {reason}. See {log}")
 
 
 def _write_token(path: Path) -> None:
@@ -152,12 +152,14 @@ def _write_token(path: Path) -> None:
         file.write(secrets.token_hex(32))
 
 
-def _resolve_address(name: str) -> str:
+def _resolve_reachable_head_address(name: str) -> str:
     """Return the address at which the other machines reach the first one."""
     address = socket.gethostbyname(name)
     # Debian resolves a machine's own name to 127.0.1.1 on that machine.
     return (
-        find_own_address(_UNUSED_ADDRESS) if address.startswith("127.") and address != LOOPBACK else address
+        find_own_address(_TEST_NET_PROBE_ADDRESS)
+        if address.startswith("127.") and address != LOOPBACK
+        else address
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from bundle.errors import ExitCode, LaunchUnavailable
+from bundle.errors import ExitCode, TargetUnavailable
 from bundle.launch import job as job_file
 from bundle.launch.causes import FailureKind, RestartAction
 from bundle.launch.job import Job
@@ -31,7 +31,7 @@ from bundle.targets.ray import STOP_NAME, RayOptions, build_placement_bundles, d
 _POLL_SECONDS, _WAIT_SECONDS = 0.5, 2
 
 
-class Node:
+class NodeActor:
     """A machine of a job, on which Ray has reserved the devices of the plan."""
 
     def __init__(self) -> None:
@@ -77,10 +77,10 @@ class RayLaunch:
         self.codes: dict[int, int] = {}
         self.lost: dict[int, str] = {}
 
-    def run(self) -> None:
+    def run_node_actors(self) -> None:
         """Run all nodes until they have ended.
 
-        Raise LaunchUnavailable where machines are not free in time. Raise LaunchFailed where the job is told
+        Raise TargetUnavailable where machines are not free in time. Raise LaunchFailed where the job is told
         to stop before they are free.
         """
         ray = import_ray()
@@ -92,10 +92,10 @@ class RayLaunch:
             deadline = time.monotonic() + self._options.wait
             while not group.wait(_WAIT_SECONDS):
                 if self._is_stopped():
-                    raise LaunchFailed(_build_stop_verdict(self._job))
+                    raise LaunchFailed(_build_stop_before_start_verdict(self._job))
                 if time.monotonic() > deadline:
-                    raise LaunchUnavailable(self._describe_shortage(ray))
-            actor = ray.remote(Node)
+                    raise TargetUnavailable(self._describe_shortage(ray))
+            actor = ray.remote(NodeActor)
             nodes = [
                 actor.options(
                     num_cpus=bundle["CPU"],
@@ -132,7 +132,7 @@ class RayLaunch:
     def _run_node(self, rank: int, node: Any, rendezvous: str) -> None:
         ray = import_ray()
         options = self._options
-        words = job_file.build_arguments(
+        words = job_file.build_train_arguments(
             self._job, self._file, rank, rendezvous, options.restarts, preflight=options.preflight
         )
         try:
@@ -166,14 +166,14 @@ def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], ob
     """Run a job on the Ray cluster of this machine and return the largest exit code of its nodes.
 
     A lost machine is replaced where Ray has another one: at most `options.restarts` times without a new
-    checkpoint, which `get_progress` names. Raise LaunchUnavailable where there is no cluster, and
+    checkpoint, which `get_progress` names. Raise TargetUnavailable where there is no cluster, and
     LaunchFailed where the job fails.
     """
     ray = import_ray()
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        raise LaunchUnavailable(f"no Ray cluster accepts this program: {describe_error(error)}") from error
+        raise TargetUnavailable(f"no Ray cluster accepts this program: {describe_error(error)}") from error
     stop_event = Event()
     signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
     stop_file = file.parent / STOP_NAME
@@ -181,7 +181,7 @@ def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], ob
 
     def start() -> None:
         launch = RayLaunch(job, file, options, lambda: stop_event.is_set() or stop_file.exists())
-        launch.run()
+        launch.run_node_actors()
         codes[:] = launch.codes.values()
         if launch.lost:
             raise LaunchFailed(_build_lost_verdict(job, launch.lost))
@@ -190,7 +190,7 @@ def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], ob
     return max(codes)
 
 
-def _build_stop_verdict(job: Job) -> Verdict:
+def _build_stop_before_start_verdict(job: Job) -> Verdict:
     cause = "stopped on request before its machines were free"
     return Verdict(ExitCode.TERMINATED, FailureKind.STOPPED, cause, RestartAction.RESTART, nodes=job.nodes)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from bundle.errors import LaunchUnavailable
+from bundle.errors import TargetUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ListedJob(NamedTuple):
     directory: Path
 
 
-class TargetNotConfigured(LaunchUnavailable):
+class TargetNotConfigured(TargetUnavailable):
     """The error that this machine has no client of a target, or that no cluster is configured for it."""
 
 
@@ -50,10 +50,10 @@ class Target(Protocol):
     def read_log(self, name: str) -> str: ...
     def follow(self, name: str) -> Iterator[str]: ...
     def wait(self, name: str) -> int: ...
-    def stop(self, name: str) -> None: ...
+    def request_stop(self, name: str) -> None: ...
 
 
-def poll_states(
+def yield_polled_states(
     query: Callable[[], JobState], seconds: float, *, patience_seconds: float = PATIENCE_SECONDS
 ) -> Iterator[JobState]:
     """Yield the state of a job every `seconds` until the job has ended.
@@ -65,7 +65,7 @@ def poll_states(
     while True:
         try:
             state = query()
-        except LaunchUnavailable as error:
+        except TargetUnavailable as error:
             if not has_answered or silent_seconds >= patience_seconds:
                 raise
             if not silent_seconds:

@@ -52,10 +52,10 @@ class Batches:
         self.sizes = self._loader.compute_sizes(consumed_samples)
         return [self._build_micro_batch(batch) for batch in self._loader.read_training_step(consumed_samples)]
 
-    def iterate_once(self) -> Iterator[tuple[list[SampleBatch], list[MicroBatch]]]:
+    def iterate_all_samples(self) -> Iterator[tuple[list[SampleBatch], list[MicroBatch]]]:
         """Yield all training and validation samples once, in portions: each on the host and on the device."""
         for batches in chain(
-            self._loader.read_all_training_samples(), self._loader.read_validation().values()
+            self._loader.read_training_samples_once(), self._loader.read_validation().values()
         ):
             yield batches, [self._build_micro_batch(batch) for batch in batches]
 
@@ -74,7 +74,7 @@ class Batches:
             # Rows as `from_rows` has them, in which padding is no token.
             alignment = self._alignment if batch.lengths else Alignment("bshd", cp=cp.size)
             packing = Packing.from_lengths(
-                get_lengths(batch), alignment, rank=cp.rank, length=self._length, device=self._device
+                get_sequence_lengths(batch), alignment, rank=cp.rank, length=self._length, device=self._device
             )
             ids, labels, mask = (remove_padding(batch, x).to(self._device) for x in row_tensors)
             micro_batch = from_packing(ids, labels, mask, packing, **options)
@@ -87,14 +87,17 @@ class Batches:
         """Return the images and videos of a batch; None for a model without a vision tower."""
         if self._vision is None:
             return None
-        lengths, ids = np.asarray(get_lengths(batch), np.int64), remove_padding(batch, batch.ids).numpy()
+        lengths, ids = (
+            np.asarray(get_sequence_lengths(batch), np.int64),
+            remove_padding(batch, batch.ids).numpy(),
+        )
         images = ImageInputs.from_sequences(
             batch.pixels, batch.grids, ids, lengths, self._vision, batch.seconds
         )
         return images.to(self._device)
 
 
-def get_lengths(batch: SampleBatch) -> Sequence[int]:
+def get_sequence_lengths(batch: SampleBatch) -> Sequence[int]:
     """Return the number of tokens of each sequence, without padding."""
     rows, length = batch.ids.shape
     return batch.lengths or batch.row_lengths or (length,) * rows
@@ -157,19 +160,20 @@ def train(session: Session, batches: Batches, early_stopping: EarlyStopping) -> 
     while not session.is_last_step and not early_stopping.reason:
         session.export_if_due()
         result = session.make_update(
-            lambda: _learn(engine, batches, progress.consumed_samples), recipe.train.global_batch_size
+            lambda: _run_forward_backward(engine, batches, progress.consumed_samples),
+            recipe.train.global_batch_size,
         )
         if session.is_due(recipe.train.log_interval) or session.is_last_step:
-            session.report(result)
+            session.report_unreported_updates(result)
         if validation and (session.is_due(recipe.train.eval_interval) or session.is_last_step):
             _evaluate(session, validation, early_stopping)
-        session.end_step(
+        session.save_if_due_or_preempted(
             is_last=session.is_last_step or early_stopping.reason is not None,
             is_save_due=session.is_due(recipe.checkpoint.interval),
         )
 
 
-def _learn(engine: Engine, batches: Batches, consumed_samples: int) -> SampleSizes:
+def _run_forward_backward(engine: Engine, batches: Batches, consumed_samples: int) -> SampleSizes:
     engine.forward_backward(batches.build_training_batches(consumed_samples))
     return batches.sizes
 

@@ -31,7 +31,7 @@ def with_reference(micro_batch: MicroBatch, reference: Tensor) -> MicroBatch:
     """
     better = torch.zeros_like(reference)
     better[::2] = 2  # of a mean over all sequences
-    counted = micro_batch.packing.spread(better)
+    counted = micro_batch.packing.repeat_per_packed_row(better)
     return replace(
         micro_batch,
         reference_log_probs=reference,
@@ -55,7 +55,7 @@ class PreferenceObjective:
         packing, weight, log_probs = micro_batch.packing, micro_batch.loss_mask, scores.log_probs
         assert micro_batch.reference_log_probs is not None, "pairs are made by `paired`"
         sequences, learned = SequenceSums(packing, self._cp), weight > 0
-        sums = sequences.add(log_probs.detach().float().where(learned, 0))
+        sums = sequences.sum_token_values(log_probs.detach().float().where(learned, 0))
         chosen, rejected = (self._beta * (sums - micro_batch.reference_log_probs)).view(-1, 2).unbind(1)
         margin = chosen - rejected
         right, wrong = 1 - self._smoothing, self._smoothing

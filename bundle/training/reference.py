@@ -28,11 +28,11 @@ from bundle.engine import Engine, MicroBatch
 from bundle.errors import JobFailed
 from bundle.pretrained import PretrainedWeights
 from bundle.recipe import Recipe
-from bundle.training.loop import Batches, get_lengths, remove_padding
+from bundle.training.loop import Batches, get_sequence_lengths, remove_padding
 
 _log = logging.getLogger(__name__)
 
-WRITE_SECONDS = 30.0  # between two writes: what a kill costs at most
+CACHE_WRITE_INTERVAL_SECONDS = 30.0  # between two writes: what a kill costs at most
 Numbers = NDArray[np.float64]
 
 
@@ -85,12 +85,12 @@ def compute_log_probs(
     def has_missing_log_probs(document_numbers: NDArray[np.int64]) -> bool:
         """Return whether some of these are not known yet; from time to time rank 0 writes the known ones."""
         nonlocal written
-        if dist.get_rank() == 0 and computed and time.monotonic() - written > WRITE_SECONDS:
+        if dist.get_rank() == 0 and computed and time.monotonic() - written > CACHE_WRITE_INTERVAL_SECONDS:
             _write(cache_file, log_probs, identity)
             written = time.monotonic()
         return bool(np.isnan(log_probs[document_numbers]).any())
 
-    for host_batches, micro_batches in batches.iterate_once():
+    for host_batches, micro_batches in batches.iterate_all_samples():
         numbers = np.concatenate([batch.documents for batch in host_batches])
         is_document = numbers >= 0
         if not any(run_on_all_ranks(partial(has_missing_log_probs, numbers[is_document]))):
@@ -100,10 +100,10 @@ def compute_log_probs(
                 f"{cache_file}: log-probabilities of the reference are missing, and its weights were"
                 " trained since. Restore the file, or start over (--fresh)"
             )
-        scored = _score(engine, micro_batches)
+        scored = _compute_reference_token_log_probs(engine, micro_batches)
         sums = np.concatenate([_sum_log_probs(*pair) for pair in zip(scored, host_batches, strict=True)])
         for rank_numbers, rank_sums in run_on_all_ranks(
-            partial(_report_sums, numbers[is_document], sums[is_document], is_reporter=is_reporter)
+            partial(_select_reporter_sums, numbers[is_document], sums[is_document], is_reporter=is_reporter)
         ):
             log_probs[rank_numbers] = rank_sums
             computed += len(rank_numbers)
@@ -114,7 +114,7 @@ def compute_log_probs(
     return log_probs
 
 
-def _report_sums(
+def _select_reporter_sums(
     numbers: NDArray[np.int64], sums: Numbers, *, is_reporter: bool
 ) -> tuple[NDArray[np.int64], Numbers]:
     """Return the sums of a rank that reports for its replica; empty arrays for other ranks.
@@ -126,7 +126,7 @@ def _report_sums(
     return (numbers, sums) if is_reporter else (numbers[:0], sums[:0])
 
 
-def _score(engine: Engine, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+def _compute_reference_token_log_probs(engine: Engine, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the log-probabilities by the reference; without adapters the weights are still its own."""
     if engine.recipe.model.lora is not None:
         return engine.compute_reference_log_probs(micro_batches)
@@ -136,7 +136,7 @@ def _score(engine: Engine, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
 def _sum_log_probs(scored: Tensor, batch: SampleBatch) -> Numbers:
     """Return the sum over the learned tokens of each sequence of a batch."""
     values = scored.cpu().double().where(remove_padding(batch, batch.loss_mask) > 0, torch.zeros(()).double())
-    lengths = np.asarray(get_lengths(batch))
+    lengths = np.asarray(get_sequence_lengths(batch))
     sums: Numbers = np.add.reduceat(values.numpy(), np.cumsum(lengths) - lengths)
     return sums
 

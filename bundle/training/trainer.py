@@ -8,13 +8,13 @@ import torch
 
 from bundle import data
 from bundle.backends import Runtime
-from bundle.data.cache import choose_cache_directory
+from bundle.data.cache import choose_cross_run_cache_directory
 from bundle.data.loader import prepare_on_ranks
 from bundle.distributed.watchdog import Watchdog
 from bundle.distributed.world import run_on_rank_0
 from bundle.launch.job import Job
 from bundle.recipe import Recipe, with_epochs_as_steps
-from bundle.runs.session_builder import SessionBuilder, run_job
+from bundle.runs.session_builder import SessionBuilder, train_in_locked_directory
 from bundle.training import loop, reference
 from bundle.training.loop import Batches, EarlyStopping
 from bundle.training.preferences import PreferenceObjective
@@ -28,22 +28,22 @@ class Trainer:
     def __init__(self, builder: SessionBuilder) -> None:
         """Read the data, build the model and load what the run, or its origin, has kept."""
         recipe, watchdog = builder.recipe, builder.watchdog
-        cache_directory = choose_cache_directory(recipe, builder.directory.root)
+        cache_directory = choose_cross_run_cache_directory(recipe, builder.directory.root)
         self.corpus = prepare_on_ranks(recipe, cache_directory, watchdog)
-        if _has_answers_in_model_tokens(recipe) and not self.corpus.end_tokens:
+        if _has_hf_tokenized_answers(recipe) and not self.corpus.end_tokens:
             _log.warning(
                 "None of the first samples ends with an end-of-turn token, so the model will not learn to"
                 " stop. Check the chat template"
             )
         samples = len(self.corpus.training)
-        recipe = _with_steps(recipe, samples)
+        recipe = _with_epoch_steps(recipe, samples)
         loader = data.Loader(recipe, self.corpus, builder.groups.dp.rank, builder.groups.dp.size)
         self.batches = Batches(recipe, loader, builder.groups, builder.device)
         self.session = builder.build(
             samples,
             self.corpus.identity,
             objective=None if recipe.dpo is None else PreferenceObjective(recipe.dpo, builder.groups),
-            end_tokens=self.corpus.end_tokens if _has_answers_in_model_tokens(recipe) else (),
+            end_tokens=self.corpus.end_tokens if _has_hf_tokenized_answers(recipe) else (),
         )
         self.early_stopping = EarlyStopping(
             recipe.train.early_stop, *self.session.task_state.get("early_stopping", ())
@@ -51,12 +51,12 @@ class Trainer:
         if recipe.task_traits.has_pairs:
             with watchdog.extend_patience("computing the reference"):
                 self.batches.reference = self._compute_reference(builder)
-        if not builder.is_resumed and (skipped := _count_skipped(self.corpus)):
+        if not builder.is_resumed and (skipped := _count_corrupt_rows(self.corpus)):
             self.session.metrics.write(0, skipped)
 
     def train(self) -> None:
         """Train to the last step and write the result; raise what `loop.train` raises."""
-        self.session.run(
+        self.session.train_and_finalize(
             lambda: loop.train(self.session, self.batches, self.early_stopping), self._describe_result
         )
 
@@ -86,7 +86,7 @@ class Trainer:
         depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
         skipped = progress.skipped_updates
         left_out = f"; {skipped} of {progress.step} updates were skipped" if skipped else ""
-        entropy = corpus.bigram_entropy
+        entropy = corpus.conditional_byte_entropy
         pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
         if early:
             _log.info("stopping at step %d of %d: %s", progress.step, session.recipe.train.steps, early)
@@ -106,10 +106,10 @@ class Trainer:
 
 def run(job: Job, runtime: Runtime, device: torch.device, watchdog: Watchdog) -> None:
     """Train a job to its last step in its run directory; raise what `Trainer.train` raises."""
-    run_job(job, runtime, device, watchdog, lambda builder: Trainer(builder).train())
+    train_in_locked_directory(job, runtime, device, watchdog, lambda builder: Trainer(builder).train())
 
 
-def _with_steps(recipe: Recipe, samples: int) -> Recipe:
+def _with_epoch_steps(recipe: Recipe, samples: int) -> Recipe:
     """Return the recipe with steps for its epochs: all ranks have the same samples, and the same steps."""
     if (counted_recipe := with_epochs_as_steps(recipe, samples)) is not recipe:
         step_text = f"{counted_recipe.train.steps:,} steps of {counted_recipe.train.global_batch_size}"
@@ -117,12 +117,12 @@ def _with_steps(recipe: Recipe, samples: int) -> Recipe:
     return counted_recipe
 
 
-def _has_answers_in_model_tokens(recipe: Recipe) -> bool:
+def _has_hf_tokenized_answers(recipe: Recipe) -> bool:
     """Return whether answers are learned in the model's own tokens."""
-    return not recipe.task_traits.reads_text and recipe.data.tokenizer.startswith("hf:")
+    return not recipe.task_traits.has_plain_text_rows and recipe.data.tokenizer.startswith("hf:")
 
 
-def _count_skipped(corpus: data.Corpus) -> dict[str, float]:
+def _count_corrupt_rows(corpus: data.Corpus) -> dict[str, float]:
     """Return how many rows were corrupt, as metrics, of each data set where there are any."""
     by_set = {
         f"data/skipped/{name}": left_out.skipped for name, left_out in corpus.validation_left_out.items()

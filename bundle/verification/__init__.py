@@ -22,7 +22,11 @@ from bundle.environment import BACKENDS, packages
 from bundle.errors import EnvironmentUnfit
 from bundle.patches import Patch, plan
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.megatron_core import find_installed_core, find_named_core, load_review_table
+from bundle.patches.megatron_core import (
+    find_installed_or_default_core,
+    load_review_table,
+    resolve_core_path_or_version,
+)
 from bundle.patches.plan import PatchPlan, Survey, survey_patches
 from bundle.verification.check import CHECKS, Check, Observation, Result, Status, judge
 
@@ -79,7 +83,9 @@ def decide_patches(
     """
     installed_packages, table = packages.detect(), load_review_table()
     core = (
-        find_installed_core(installed_packages, table) if tree is None else find_named_core(str(tree), table)
+        find_installed_or_default_core(installed_packages, table)
+        if tree is None
+        else resolve_core_path_or_version(str(tree), table)
     )
     requested_ids = [patch.id for patch in PATCHES if patch.opt_in] if requested is None else requested
     return survey_patches(core, table, installed_packages, backend=backend, requested=requested_ids)
@@ -91,7 +97,7 @@ def list_needed_patches(patch_survey: Survey) -> list[Patch]:
     return [patch for patch in PATCHES if patch.id in chosen]
 
 
-def plan_all_patches(patch_survey: Survey) -> PatchPlan:
+def build_needed_patch_plan(patch_survey: Survey) -> PatchPlan:
     """Return the plan that applies all needed patches, whatever else was decided; each run takes its part."""
     return plan.build_patch_plan(patch_survey._replace(decisions=patch_survey.patches_to_apply))
 
@@ -108,7 +114,7 @@ def _prove_patches(
         for applied in (base_patches, (*base_patches, patch.id)):
             orders.append(WorkOrder(len(orders), check.measurement, check.world, check.seconds, applied))
     observations: dict[int, list[Observation]] = {}
-    plan = plan_all_patches(patch_survey)
+    plan = build_needed_patch_plan(patch_survey)
     for order, rank_observations in run_orders(
         orders, plan, backend=backend, root=patch_survey.core.root, start=start
     ):
@@ -236,7 +242,7 @@ def _run_portion(
             time.sleep(_POLL_SECONDS)
     finally:
         for process in running:
-            _end_process(process)
+            _kill_process_group(process)
     for order in remaining:  # a missing answer is reported as such
         died = Observation(raised="Died", message=read_last_lines(directory))
         yield order, [*read_observations(directory, order, process_count), died]
@@ -277,7 +283,7 @@ def _start_processes(
     return running
 
 
-def _end_process(process: _Process) -> None:
+def _kill_process_group(process: _Process) -> None:
     """End a process and its children, even if it has ended itself: forked runs leave children behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -92,7 +92,7 @@ def judge(patch: str, check: Check, without: Sequence[Observation], with_it: Seq
     reason = f"without it: {_format_observations(without)}; with it: {_format_observations(with_it)}"
     if expected and agrees:
         return Result(patch, Status.PROVEN, reason)
-    expected_failures = " or ".join(_format_failure(failure) for failure in check.without)
+    expected_failures = " or ".join(_format_expected_failure(failure) for failure in check.without)
     wrong = [] if expected else [f"without it, expected {expected_failures}"]
     wrong += [] if agrees else [f"with it, expected a gap of at most {check.agreement:g}"]
     return Result(patch, Status.FAILED, f"{reason} ({'; '.join(wrong)})")
@@ -114,7 +114,7 @@ def _format_observations(observations: Sequence[Observation]) -> str:
     return " | ".join(dict.fromkeys(map(str, observations)))
 
 
-def _format_failure(failure: Raises | Gap) -> str:
+def _format_expected_failure(failure: Raises | Gap) -> str:
     if isinstance(failure, Gap):
         return f"a gap of at least {failure.at_least:g}"
     return f"{failure.type}: {failure.text}"
@@ -127,7 +127,7 @@ def build_check(measurement: str, *without: Raises | Gap, **rest: Any) -> Check:
 
 CHECKS: dict[str, Check] = {  # by the patch's id
     "mla-packed-qkv": build_check(
-        "attention:measure_packed_ranks",
+        "attention:measure_cp_packed_latent_attention",
         Raises("RuntimeError", "Sizes of tensors must match"),  # 0.12: a batch dimension of 1
         Raises("RuntimeError", "split_with_sizes expects"),  # 0.13: boundaries without padding
         world=2,
@@ -138,31 +138,35 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         needs=("mla-packed-qkv",),
     ),
     "mla-uncompressed-query-norm": build_check(
-        "attention:measure_uncompressed_queries",
+        "attention:measure_uncompressed_query_projection",
         Raises("ValueError", "is non-trivial, but `q_lora_rank is None`"),  # megatron's local spec
         Raises("JobFailed", "fused a norm into a projection"),  # Transformer Engine's: a name of no other
     ),
-    "mla-rotary-key-gradient": build_check("attention:measure_rotary_key", Gap(1e-2), world=2),
+    "mla-rotary-key-gradient": build_check(
+        "attention:measure_mla_down_projection_gradients", Gap(1e-2), world=2
+    ),
     "mla-query-norm-gradient": build_check(  # twice as large
-        "attention:measure_query_norm", Gap(0.5), world=2, needs=("mla-rotary-key-gradient",)
+        "attention:measure_mla_query_norm_gradient", Gap(0.5), world=2, needs=("mla-rotary-key-gradient",)
     ),
     "packed-rotary-host-reads": build_check(
-        "attention:measure_rotary_positions",
+        "attention:measure_cp_packed_rotary",
         Raises("RuntimeError", "meta"),
         Raises("NotImplementedError", "meta tensor"),
         world=2,
     ),
     "cuda-attention-host-reads": build_check(  # bf16
-        "attention:measure_host_reads", Raises("RuntimeError", "synchronizing CUDA operation"), agreement=1e-2
+        "attention:measure_pack_without_host_sync",
+        Raises("RuntimeError", "synchronizing CUDA operation"),
+        agreement=1e-2,
     ),
     "mtp-context-parallel-roll": build_check("mtp:measure_context_parallel", Gap(1e-2), world=2),
     "mtp-loss-context-parallel-count": build_check("mtp:measure_context_parallel", Gap(1e-2), world=2),
     "mtp-loss-context-parallel-normalisation": build_check(
         "mtp:measure_context_parallel", Gap(1e-2), world=2
     ),
-    "mtp-packed-roll-boundaries": build_check("mtp:measure_padded_packing", Gap(1e-1)),
+    "mtp-packed-roll-boundaries": build_check("mtp:measure_padded_against_unpacked", Gap(1e-1)),
     "mtp-per-token-weight": build_check(  # one token of eight and more
-        "mtp:measure_per_token_loss", Gap(0.1), world=2, needs=("mtp-context-parallel-roll",)
+        "mtp:measure_per_token_gradients", Gap(0.1), world=2, needs=("mtp-context-parallel-roll",)
     ),
     "mtp-zero-layers": build_check(
         "mtp:measure_zero_layers",
@@ -170,14 +174,14 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         agreement=0.0,
     ),
     "mtp-without-labels": build_check(
-        "mtp:measure_missing_labels",
+        "mtp:measure_logits_without_labels",
         Raises("AssertionError", "labels should not be None"),  # to 0.13
         Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),  # to 0.16
         Gap(1.0),  # one run of the layers for nothing
         agreement=0.0,
     ),
     "mtp-labels-from-input": build_check(  # more weights have gradients than the layers have run
-        "mtp:measure_missing_labels", Gap(5.0), agreement=0.0
+        "mtp:measure_logits_without_labels", Gap(5.0), agreement=0.0
     ),
     "mtp-packed-full-recompute": build_check(
         "mtp:measure_recompute",
@@ -190,56 +194,61 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         agreement=0.0,
     ),
     "recompute-reclaim": build_check(  # layers whose input is still there
-        "experts:measure_live_inputs", Gap(1.0), agreement=0.0
+        "experts:count_unfreed_recompute_inputs", Gap(1.0), agreement=0.0
     ),
     "router-replay": build_check(
-        "experts:measure_replay", Gap(0.1), agreement=0.0
+        "experts:measure_router_replay_mismatch", Gap(0.1), agreement=0.0
     ),  # of the tokens go elsewhere
-    "router-replay-by-layer": build_check("experts:measure_replay", Gap(0.1), agreement=0.0),
-    "native-replay-recompute": build_check("experts:measure_native_recompute", Gap(1e-2), agreement=0.0),
+    "router-replay-by-layer": build_check("experts:measure_router_replay_mismatch", Gap(0.1), agreement=0.0),
+    "native-replay-recompute": build_check(
+        "experts:measure_megatron_replay_recompute", Gap(1e-2), agreement=0.0
+    ),
     "mla-without-te-linear": build_check(
-        "gradients:measure_latent_attention",
+        "gradients:measure_tp_mla_gradient_norm",
         Raises("TypeError", "isinstance() arg 2 must be a type"),  # to 0.16
         Raises("ValueError", "Unsupported linear_q_down_proj"),
         world=2,
         agreement=1e-4,
     ),
     "cpu-moe-splits-on-host": build_check(
-        "experts:measure_split_experts", Raises("TypeError", "all_to_all"), world=2
+        "experts:measure_split_expert_gradients", Raises("TypeError", "all_to_all"), world=2
     ),
     "router-without-te-gemm": build_check(
         "experts:measure_fp32_router", Raises("NameError", "te_general_gemm")
     ),
     "optimizer-without-fp8-quantize": build_check(
-        "gradients:measure_optimizer_step", Raises("RuntimeError", "Invalid Transformer Engine version")
+        "gradients:measure_optimizer_norm_against_gradients",
+        Raises("RuntimeError", "Invalid Transformer Engine version"),
     ),
     "per-token-loss-context-parallel": build_check(
-        "gradients:measure_per_token_loss", Gap(0.5), world=2
+        "gradients:measure_cp_gradient_norm", Gap(0.5), world=2
     ),  # twice as large
     "balancing-per-token-ranks": build_check(
-        "experts:measure_per_token_loss",
+        "experts:measure_per_token_balancing_gradient",
         Gap(1e-2),
         world=2,
         needs=("per-token-loss-context-parallel", "cuda-norm-of-expert-weights"),
     ),
-    "balancing-mean-context-parallel": build_check("experts:measure_mean_loss", Gap(1e-2), world=2),
-    "balancing-per-token-rows": build_check("experts:measure_sequence_loss", Gap(1e-2)),
+    "balancing-mean-context-parallel": build_check(
+        "experts:measure_cp_mean_balancing_gradient", Gap(1e-2), world=2
+    ),
+    "balancing-per-token-rows": build_check("experts:measure_sequence_aux_loss_gradient", Gap(1e-2)),
     "expert-bias-counts": build_check(
         "experts:measure_expert_counts", Gap(1e-4), agreement=0.0
     ),  # no odd number above 256
     "shared-embedding-bucket": build_check(
-        "gradients:measure_shared_embedding",
+        "gradients:measure_shared_embedding_mark_effect",
         Raises("AssertionError", "each param only belongs to a single bucket"),
     ),
-    "cuda-norm-of-whole-weights": build_check("gradients:measure_latent_attention", Gap(1e-3), world=2),
-    "cuda-norm-of-expert-weights": build_check("gradients:measure_experts", Gap(1e-3), world=2),
+    "cuda-norm-of-whole-weights": build_check("gradients:measure_tp_mla_gradient_norm", Gap(1e-3), world=2),
+    "cuda-norm-of-expert-weights": build_check("gradients:measure_tp_ep_gradient_norm", Gap(1e-3), world=2),
     "dist-checkpoint-serialization": build_check(
         "checkpoints:measure_round_trip",
         Raises("RuntimeError", "missing 1 required positional argument: 'serialization_format'"),
         agreement=0.0,
     ),
     "dist-checkpoint-numpy-product": build_check(
-        "checkpoints:measure_shared_round_trip",
+        "checkpoints:measure_parallel_write_round_trip",
         Raises("AttributeError", "module 'numpy' has no attribute 'product'"),
         world=2,
         agreement=0.0,
@@ -248,20 +257,24 @@ CHECKS: dict[str, Check] = {  # by the patch's id
     "restricted-unpickle": build_check(
         "checkpoints:measure_checkpoint_code", Gap(1.0), agreement=0.0
     ),  # the code ran
-    "offload-stale-weights": build_check("gradients:measure_loaded_weights", Gap(0.5), agreement=0.0),
+    "offload-stale-weights": build_check(
+        "gradients:measure_offload_optimizer_reload", Gap(0.5), agreement=0.0
+    ),
     "offload-resume-fp32": build_check(
-        "gradients:measure_loaded_state", Raises("KeyError", "Parameter"), agreement=0.0
+        "gradients:measure_offload_adam_state_load", Raises("KeyError", "Parameter"), agreement=0.0
     ),
-    "attention-sinks-norm": build_check("attention:measure_sinks", Gap(1e-2), world=2),
+    "attention-sinks-norm": build_check("attention:measure_tp_sink_norm_gap", Gap(1e-2), world=2),
     "output-gate-of-shared-groups": build_check(
-        "attention:measure_gated_output", Raises("RuntimeError", "is invalid for input of size"), world=2
+        "attention:measure_tp_gated_attention_gradients",
+        Raises("RuntimeError", "is invalid for input of size"),
+        world=2,
     ),
-    "gated-delta-norm-gradient": build_check("attention:measure_output_norm", Gap(0.1), world=2),
+    "gated-delta-norm-gradient": build_check("attention:measure_delta_net_norm_gradient", Gap(0.1), world=2),
     "cross-attention-groups": build_check(  # twice as many
-        "attention:measure_cross_attention_rows", Gap(1.0), world=2, agreement=0.0
+        "attention:measure_cross_attention_row_counts", Gap(1.0), world=2, agreement=0.0
     ),
     "mrope-packed": build_check(
-        "mtp:measure_packed_mrope",
+        "mtp:measure_dense_cp_packed_mrope",
         Gap(1e-2),
         Raises("RuntimeError", "is invalid for input of size"),  # 0.12 cuts another dimension
         world=2,
@@ -270,15 +283,15 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         "mtp:measure_unsharded_embeddings", Raises("RuntimeError", "Sizes of tensors must match"), world=2
     ),
     "optimizer-checkpoint-default": build_check(
-        "checkpoints:measure_default_format",
+        "checkpoints:measure_default_optimizer_format",
         Raises("CheckpointingException", "flattened_range is not supported"),
         agreement=0.0,
     ),
     "dp-reshardable-steps": build_check(
-        "checkpoints:measure_steps", Gap(0.5), agreement=0.0
+        "checkpoints:measure_dp_reshardable_optimizer_state", Gap(0.5), agreement=0.0
     ),  # one step of three
     "optimizer-gather-memory": build_check(
-        "checkpoints:measure_gathered_state", Gap(1.0), agreement=0.0, world=2
+        "checkpoints:measure_device_optimizer_gather", Gap(1.0), agreement=0.0, world=2
     ),
     "padding-mask-expert-bias": build_check(
         "experts:measure_masked_expert_counts",
@@ -286,10 +299,10 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         agreement=0.0,
     ),
     "padding-mask-own-count": build_check(
-        "experts:measure_masked_balancing_gradient", Gap(0.5), world=2
+        "experts:measure_unpadded_mask_balancing_gradient", Gap(0.5), world=2
     ),  # twice as large
-    "global-aux-loss-tokens": build_check("experts:measure_global_loss", Gap(1e-2)),
-    "frozen-weight-product": build_check("gradients:measure_frozen_product", Gap(1.0)),
+    "global-aux-loss-tokens": build_check("experts:measure_aux_gradient_against_formula", Gap(1e-2)),
+    "frozen-weight-product": build_check("gradients:measure_frozen_head_input_gradient", Gap(1.0)),
     "label-smoothing-over-ranks": build_check("gradients:measure_label_smoothing", Gap(1e-2), world=2),
     "loss-of-gathered-logits": build_check("gradients:measure_gathered_logits", Gap(1e-2), world=2),
 }

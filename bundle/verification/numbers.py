@@ -32,7 +32,7 @@ _SIZES = {
     "initializer_range": 0.1,
     "rope_theta": 10000.0,
 }
-DENSE_CONFIG = {"model_type": "qwen3", "head_dim": 16, **_SIZES}
+DENSE_HF_CONFIG = {"model_type": "qwen3", "head_dim": 16, **_SIZES}
 EXPERTS_CONFIG = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -45,7 +45,7 @@ EXPERTS_CONFIG = {
     **_SIZES,
 }
 # Latent attention whose value heads (16) are narrower than its query heads (16 + 8); no experts.
-LATENT_CONFIG = {
+MLA_CONFIG = {
     "model_type": "deepseek_v3",
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -89,7 +89,7 @@ class RankBatch:
 Numbers = dict[str, torch.Tensor]
 
 
-def draw_sequences(lengths: Sequence[int]) -> list[torch.Tensor]:
+def draw_sequences_with_next_token(lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return sequences of these many tokens and one more to predict, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(1, VOCABULARY_SIZE, (n + 1,), generator=generator) for n in lengths]
@@ -123,11 +123,13 @@ class Bench:
     def open_layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator["BenchLayout"]:
         """Yield a layout of the ranks; without arguments every rank computes everything by itself."""
         sizes = Parallel(tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else tp)
-        process_groups = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
+        process_groups = groups.create_model_parallel_groups(
+            sizes, seed=1, timeout_seconds=self.timeout_seconds
+        )
         try:
             yield BenchLayout(**vars(process_groups), bench=self)
         finally:
-            groups.destroy()
+            groups.destroy_model_parallel_groups()
 
     def measure_norm_gap(
         self, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
@@ -200,13 +202,15 @@ class BenchLayout(Groups):
 
     def build_two_rows(self, length: int = 16) -> RankBatch:
         """Return two unpacked rows of so many tokens, all of which are learned."""
-        return self.build_batch(torch.stack(draw_sequences((length, length))), torch.ones(2, length))
+        return self.build_batch(
+            torch.stack(draw_sequences_with_next_token((length, length))), torch.ones(2, length)
+        )
 
     def build_single_batches(self, texts: Sequence[torch.Tensor]) -> list[RankBatch]:
         """Return each sequence as unpacked input of its own: the reference of everything packed."""
         return [self.build_batch(text[None], torch.ones(1, len(text) - 1)) for text in texts]
 
-    def pack_sequences(self, texts: Sequence[torch.Tensor], multiple: int) -> RankBatch:
+    def pack_padded_sequences(self, texts: Sequence[torch.Tensor], multiple: int) -> RankBatch:
         """Return all sequences as one packed input, each padded to a multiple of `multiple` tokens.
 
         With context parallelism `multiple` must be a multiple of 2 cp.
@@ -219,14 +223,14 @@ class BenchLayout(Groups):
         )
         ids, labels = ids.to(self.device), labels.to(self.device)
         return RankBatch(
-            packing.pack(ids),
+            packing.pack_concatenated(ids),
             packing.positions,
-            packing.pack(labels),
-            packing.pack(torch.ones_like(labels, dtype=torch.float32)),
+            packing.pack_concatenated(labels),
+            packing.pack_concatenated(torch.ones_like(labels, dtype=torch.float32)),
             build_packed_seq_params(packing),
         )
 
-    def measure_packed_gap(
+    def measure_packed_gradient_gap(
         self,
         model: torch.nn.Module,
         sequences: Sequence[torch.Tensor],
@@ -238,7 +242,9 @@ class BenchLayout(Groups):
         """
         reference = self.run_backward(reference_model or model, self.build_single_batches(sequences))
         model.zero_grad()
-        return measure_gap(self.run_backward(model, [self.pack_sequences(sequences, multiple=8)]), reference)
+        return measure_gap(
+            self.run_backward(model, [self.pack_padded_sequences(sequences, multiple=8)]), reference
+        )
 
     def run_backward(self, model: torch.nn.Module, batches: Sequence[RankBatch]) -> Numbers:
         """Return the loss and every gradient of the batches' sum, summed over the context-parallel ranks."""
@@ -247,20 +253,20 @@ class BenchLayout(Groups):
             loss = sum_token_losses(model, batch)
             loss.backward()
             total += loss.detach()
-        return {"loss": self.sum_over_ranks(total), **self.collect_gradients(model)}
+        return {"loss": self.sum_over_cp_ranks(total), **self.collect_cp_summed_gradients(model)}
 
-    def collect_gradients(self, model: torch.nn.Module) -> Numbers:
+    def collect_cp_summed_gradients(self, model: torch.nn.Module) -> Numbers:
         """Return every gradient by the parameter's name, summed over context-parallel ranks.
 
         The names do not depend on the layout.
         """
         return {
-            entry.name: self.sum_over_ranks(entry.parameter.grad.clone())
+            entry.name: self.sum_over_cp_ranks(entry.parameter.grad.clone())
             for entry in naming.find_parameters(model, self)
             if entry.parameter.grad is not None
         }
 
-    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_cp_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the context-parallel ranks, which also overwrites `x`."""
         torch.distributed.all_reduce(x, group=self.cp.group)
         return x
@@ -274,9 +280,9 @@ class BenchLayout(Groups):
     ) -> Numbers:
         """Return the norm that the optimizer finds after a step of the schedule, the same on every rank."""
         model = self.build_chunk(config, options)
-        return {"norm": self.take_step(config, model, rows_at_once=rows_at_once)}
+        return {"norm": self.take_step_and_get_norm(config, model, rows_at_once=rows_at_once)}
 
-    def take_step(
+    def take_step_and_get_norm(
         self, config: Mapping[str, Any], model: torch.nn.Module, *, rows_at_once: int = 2
     ) -> torch.Tensor:
         """Take a step of the pipeline schedule and the optimizer; return its gradient norm.
@@ -286,7 +292,7 @@ class BenchLayout(Groups):
         job = self.build_recipe(config)
         wrapped = optimization.wrap_data_parallel(job, model.config, [model])
         optimizer = optimization.build_optimizer(job, wrapped)
-        tokens = torch.stack(draw_sequences((32, 32)))
+        tokens = torch.stack(draw_sequences_with_next_token((32, 32)))
         parts = [self.build_batch(part, torch.ones(rows_at_once, 32)) for part in tokens.split(rows_at_once)]
 
         def step(
@@ -310,7 +316,7 @@ def measure_gap(actual: Numbers, reference: Numbers) -> float:
     """
     if actual.keys() != reference.keys():
         return float("inf")
-    distances = [_compute_distance(actual[name], reference[name]) for name in reference]
+    distances = [_compute_relative_max_difference(actual[name], reference[name]) for name in reference]
     return find_worst(distances)
 
 
@@ -319,5 +325,5 @@ def find_worst(gaps: Iterable[float | torch.Tensor]) -> float:
     return float(torch.stack([torch.as_tensor(distance).double().cpu() for distance in gaps]).max())
 
 
-def _compute_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _compute_relative_max_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(torch.float32).tiny)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class RepeatedMatrixRecorder(TorchDispatchMode):
+class BroadcastProductRecorder(TorchDispatchMode):
     """A mode that records the shapes of batched products in which one matrix is repeated for every entry.
 
     torch runs such a product where it cannot fold a batch of rows into one matrix: thousands of products of

@@ -27,8 +27,8 @@ _COLLECTIVE_SECONDS = 20  # seconds until a rank gives up on another one
 
 def main(rank: int, process_count: int, directory: Path, backend: str) -> None:
     """Run this process's share of the orders."""
-    hook.remove_finder()  # each run's order says which patches it has
-    runtime = backends.prepare(backend)
+    hook.remove_hook_finder()  # each run's order says which patches it has
+    runtime = backends.set_up_runtime(backend)
     import bundle.verification.numbers  # noqa: F401  imports megatron, which must meet the backend
 
     for order in read_orders(directory):

@@ -16,7 +16,7 @@ from bundle.pretrained.writing import OutputTensor
 
 Role = Literal["target", "draft"]
 # A server converts these into each other. A value of another kind loses its scale in silence.
-_PLAIN_DTYPES = frozenset({"F32", "BF16", "F16"})
+_CONVERTIBLE_FLOAT_DTYPES = frozenset({"F32", "BF16", "F16"})
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: FP8}
 
 
@@ -62,7 +62,7 @@ class Manifest:
         """The size of all values."""
         return sum(tensor.stored.bytes for tensor in self.tensors.values())
 
-    def check_names(self, declared: Mapping[str, OutputTensor]) -> None:
+    def check_server_tensors(self, declared: Mapping[str, OutputTensor]) -> None:
         """Raise JobFailed where the tensors are not those that the server's checkpoint declares."""
         violations = list(self._find_differences(declared))
         if violations:
@@ -73,7 +73,7 @@ class Manifest:
                 limit_violations(violations),
             )
 
-    def select_sent(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def check_and_filter_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of another version, without those that are left out.
 
         Raise JobFailed for one that is not in this manifest, that repeats, and at the end for missing ones.
@@ -118,7 +118,7 @@ class Manifest:
                 yield f"shape: {name} is {list(tensor.stored.shape)}, but the server has {list(server.shape)}"
             if (
                 server.dtype != tensor.stored.dtype
-                and not {server.dtype, tensor.stored.dtype} <= _PLAIN_DTYPES
+                and not {server.dtype, tensor.stored.dtype} <= _CONVERTIBLE_FLOAT_DTYPES
             ):
                 yield f"dtype: {name} is {tensor.stored.dtype}, but the server has {server.dtype}"
 
@@ -128,7 +128,7 @@ def describe_tensor(name: str, tensor: Tensor) -> OutputTensor:
     return OutputTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def read_declared_tensors(directory: Path) -> dict[str, OutputTensor]:
+def read_header_tensors(directory: Path) -> dict[str, OutputTensor]:
     """Return the tensors that the files of a checkpoint declare, from their headers; {} without weights.
 
     Raise UsageError for files that cannot be read.

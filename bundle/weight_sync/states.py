@@ -31,7 +31,7 @@ class Replica(Protocol):
 
     def is_alive(self) -> bool: ...
     def restart(self) -> None: ...
-    def pause(self) -> None: ...
+    def abort_and_pause(self) -> None: ...
     def flush(self) -> None: ...
     def release(self, tag: str) -> None: ...
     def load(self, directory: Path) -> None: ...
@@ -39,7 +39,7 @@ class Replica(Protocol):
     def read_checksums(self) -> Mapping[str, str]: ...
     def reset_tensors(self) -> None: ...
     def set_version(self, version: str) -> None: ...
-    def read_version(self) -> str: ...
+    def read_weight_version(self) -> str: ...
     def resume(self, tag: str) -> None: ...
     def unpause(self) -> None: ...
 
@@ -94,7 +94,7 @@ class SyncFailed(JobFailed):
             cause.violations if isinstance(cause, BundleError) else (),
         )
 
-    def list_lines(self) -> list[str]:
+    def list_failure_and_violations(self) -> list[str]:
         """Return what failed, then each violation."""
         return [str(self).partition("\n")[0], *self.violations]
 
@@ -109,7 +109,7 @@ class FreeMemoryWait(NamedTuple):
     needed: int
     seconds: float = 10.0
 
-    def wait(self) -> None:
+    def wait_for_trainer_memory(self) -> None:
         """Return when enough is free. Raise JobFailed after `seconds`."""
         deadline = time.monotonic() + self.seconds
         while (free := self.read()) < self.needed:
@@ -122,7 +122,7 @@ class FreeMemoryWait(NamedTuple):
             time.sleep(0.01)
 
 
-class ReplicaSync(Generic[R]):
+class SyncedReplica(Generic[R]):
     """One replica and how far it is. `version` is what it answers with, None where it answers nothing.
 
     `failure` is why it answers nothing; it is None before the first sync, too.
@@ -151,7 +151,7 @@ class ReplicaSync(Generic[R]):
         self.failure = SyncFailed(self.replica.name, step, cause)
         return self.failure
 
-    def rest(self) -> None:
+    def pause_and_release_memory(self) -> None:
         """Pause, flush and release, so that the device is the trainer's until the next sync."""
         if self._reached is Step.RELEASE:
             return
@@ -159,7 +159,7 @@ class ReplicaSync(Generic[R]):
         if self._reached is not Step.START:
             self.seconds.clear()
         with self._step(Step.PAUSE):
-            self.replica.pause()
+            self.replica.abort_and_pause()
         # Updates say flush_cache: false. Old keys and values would answer for prompts that begin alike.
         with self._step(Step.FLUSH):
             self.replica.flush()
@@ -168,7 +168,7 @@ class ReplicaSync(Generic[R]):
                 self.replica.release(tag)
                 self.released.add(tag)
             if self._memory is not None:
-                self._memory.wait()
+                self._memory.wait_for_trainer_memory()
 
     def sync(
         self,
@@ -185,7 +185,7 @@ class ReplicaSync(Generic[R]):
         asked for by `verify`. The first sync proves that `load` replaces every tensor, and a later one that
         `proves_coverage`.
         """
-        self.prepare()
+        self.ensure_started_and_paused()
         before = None
         if proves_coverage or not self._is_covered:
             with self._step(Step.COVER):
@@ -195,10 +195,10 @@ class ReplicaSync(Generic[R]):
         self.send(load)
         if before is not None:
             with self._step(Step.COVER):
-                self._check_coverage(before)
-        self.finish(version, expect, verify)
+                self._check_checksums_restored(before)
+        self.verify_and_resume_serving(version, expect, verify)
 
-    def prepare(self) -> None:
+    def ensure_started_and_paused(self) -> None:
         """Make the replica ready to load: started where it is not, paused, flushed and released.
 
         A replica that failed before is started anew, where that is in our hands.
@@ -210,14 +210,14 @@ class ReplicaSync(Generic[R]):
                 self.replica.restart()
                 self.released.clear()
                 self.is_proven = False
-        self.rest()
+        self.pause_and_release_memory()
 
     def send(self, load: Callable[[R], None]) -> None:
         """Load a version, or a part of it."""
         with self._step(Step.SEND):
             load(self.replica)
 
-    def finish(self, version: int, expect: Expect, verify: Verify = "always") -> None:
+    def verify_and_resume_serving(self, version: int, expect: Expect, verify: Verify = "always") -> None:
         """Verify what was sent, name it and serve it."""
         if verify == "always" or not self.is_proven:
             with self._step(Step.VERIFY):
@@ -225,7 +225,7 @@ class ReplicaSync(Generic[R]):
                 self.is_proven = True
         with self._step(Step.VERSION):
             self.replica.set_version(str(version))
-            if (reported := self.replica.read_version()) != str(version):
+            if (reported := self.replica.read_weight_version()) != str(version):
                 raise JobFailed(f"it reports version {reported}, not {version}.")
         with self._step(Step.RESUME):
             for tag in sorted(self.released):
@@ -235,7 +235,7 @@ class ReplicaSync(Generic[R]):
             self.replica.unpause()
         self.version, self.failure = version, None
 
-    def _check_coverage(self, before: Mapping[str, str]) -> None:
+    def _check_checksums_restored(self, before: Mapping[str, str]) -> None:
         """Raise JobFailed with the tensors that stayed noise; `before` are the checksums before it."""
         after = self.replica.read_checksums()
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))

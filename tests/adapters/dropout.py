@@ -76,7 +76,7 @@ def train(name: str, overrides: list[str], runtime: Any) -> tuple[list[Any], lis
 
     recipe = load(name, overrides)
     with runtime.megatron_calls():
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
     matrices = list(adapters.list_matrices(engine.models))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def train(name: str, overrides: list[str], runtime: Any) -> tuple[list[Any], lis
     vars(mcore)["F"] = F
     gather_gradients(engine)
     gradients = [(named.parameter.main_grad.clone(), named.shard is None) for named in matrices]
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return masks, gradients
 
 
@@ -118,7 +118,7 @@ def compare_with_peft() -> float:
     from bundle.mcore.adapters import Adapter, LowRankPair
     from bundle.recipe import Parallel
 
-    groups.initialize(Parallel(), seed=1, timeout_seconds=60)
+    groups.create_model_parallel_groups(Parallel(), seed=1, timeout_seconds=60)
     tracker = tensor_parallel.get_cuda_rng_tracker()
     torch.manual_seed(5)
     base = torch.nn.ModuleDict(
@@ -152,7 +152,7 @@ def compare_with_peft() -> float:
     for layer, pair in zip(layers, pairs, strict=True):
         for matrix, parameter in zip("AB", pair[:2], strict=True):
             gaps.append(parameter.grad - getattr(layer, f"lora_{matrix}")["default"].weight.grad)
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 

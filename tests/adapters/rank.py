@@ -106,7 +106,7 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     from tests.engine.experiments import gather_gradients
 
     job = recipe(case, directory, layout)
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     matrices = list(adapters.list_matrices(engine.models))
     asked = {name for chunk in engine.models for name, p in chunk.named_parameters() if p.requires_grad}
@@ -155,7 +155,7 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     adapters.initialize_adapters(engine.models, seed=1)
     new = engine.compute_log_probs([of_rank])[0].log_probs.flatten()
     found["new"] = distance(new, bare)
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return found
 
 

@@ -138,7 +138,7 @@ def test_a_missing_q_lora_rank_is_not_a_null_one():
 def test_dense_families_differ_in_bias_and_norms(model_type, bias, norm):
     read = from_config(DENSE | {"model_type": model_type, "rope_theta": 5e5})
     assert (read.qkv_bias, read.qk_layernorm, read.num_query_groups) == (bias, norm, 2)
-    assert (read.rotary_base, read.mtp_layers, read.moe, read.layer_pattern) == (5e5, 0, None, (0, 0))
+    assert (read.rotary_base, read.mtp_layers, read.moe, read.moe_layer_pattern) == (5e5, 0, None, (0, 0))
 
 
 def test_mimo_is_qwen2_with_mtp():
@@ -161,7 +161,7 @@ def test_qwen3_moe_pattern_and_both_spellings_of_experts():
         "norm_topk_prob": True,
     }
     read = from_config(config | {"num_experts": 8})
-    assert read.layer_pattern == (0, 1, 0, 0, 0, 1)
+    assert read.moe_layer_pattern == (0, 1, 0, 0, 0, 1)
     assert read.moe and not read.moe.pre_softmax and read.moe.num_experts == 8
     assert from_config(config | {"num_local_experts": 8}) == read
     unnormalised = from_config(config | {"num_experts": 8, "norm_topk_prob": False})

@@ -27,7 +27,7 @@ def test_any_values_are_read_or_refused(model_type, changes):
     except UsageError as error:
         assert error.violations
     else:
-        assert isinstance(read, Architecture) and len(read.layer_pattern) == read.num_layers
+        assert isinstance(read, Architecture) and len(read.moe_layer_pattern) == read.num_layers
 
 
 @pytest.mark.parametrize("model_type", [None, 3, [], {}, ""])

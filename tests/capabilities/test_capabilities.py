@@ -19,13 +19,13 @@ HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @pytest.mark.parametrize("named", [name for name in PRESET_NAMES if build_preset(name).backend == "cuda"])
 def test_the_rate_of_every_gpu_that_can_be_named_is_known(named):
-    peak = CUDA.find_peak(build_preset(named).devices[0].name)
+    peak = CUDA.find_bf16_peak(build_preset(named).devices[0].name)
     assert peak is not None and 1e14 < peak.bf16 < 1e16 and peak.source
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA", ""])
 def test_the_rate_of_a_device_of_another_name_is_not_guessed(device):
-    assert CUDA.find_peak(device) is None and CPU.find_peak(device) is None
+    assert CUDA.find_bf16_peak(device) is None and CPU.find_bf16_peak(device) is None
 
 
 def refusal(backend: Capabilities, scaling: Any, format: Any, generation: str | None) -> str:
@@ -118,7 +118,7 @@ def test_kernels_of_a_gpu_are_those_of_its_generation(generation, config, sectio
     recipe = job(
         config, backend="cuda", model={"config": config, "dtype": "bf16", "attention": kernel}, **sections
     )
-    reasons = CUDA.list_attention_refusals(recipe, generation)
+    reasons = CUDA.list_requested_kernel_refusals(recipe, generation)
     assert any(value in reason for reason in reasons) if value else not reasons
     if reasons:
         messages("\n".join(reasons))

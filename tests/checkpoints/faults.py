@@ -147,7 +147,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     with full_disk(2**16), busy_leftovers(type(full)):
         seen["busy full disk"] = outcome(lambda: small.save(TrainState(2, 2 * ROWS, "digest")))
     dist.barrier()
-    alone(full.clear)
+    alone(full.remove_leftovers)
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
     seen["any error"] = outcome(lambda: run_on_all_ranks(surprise))
     seen["after full disk"] = outcome(small.load_newest)
@@ -158,7 +158,9 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
 @contextmanager
 def busy_leftovers(kind: type) -> Iterator[None]:
     """After the folder is started, it cannot be removed: another rank creates files in it."""
-    with patch.object(kind, "clear", side_effect=[None, OSError(errno.ENOTEMPTY, "Directory not empty")]):
+    with patch.object(
+        kind, "remove_leftovers", side_effect=[None, OSError(errno.ENOTEMPTY, "Directory not empty")]
+    ):
         yield
 
 

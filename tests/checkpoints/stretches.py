@@ -53,7 +53,7 @@ def train(stretch: Stretch, runtime: Any, folder: Path) -> dict[str, Any]:
     step = 0
     if stretch.load and stretch.weights_only:
         kept = CheckpointDirectory(folder / stretch.load)
-        step = kept.list_steps()[0]  # for the sake of the rows that are trained on
+        step = kept.list_steps_newest_first()[0]  # for the sake of the rows that are trained on
         Checkpoints(kept, engine, keep=2).load_weights(kept.get_path(step))
     elif stretch.load:
         loaded = Checkpoints(CheckpointDirectory(folder / stretch.load), engine, keep=2).load_newest()
@@ -79,7 +79,7 @@ def random_states() -> list[str]:
 
     from bundle.mcore import groups
 
-    state = groups.get_random_states()["model-parallel-rng"].numpy().tobytes()
+    state = groups.get_rng_tracker_states()["model-parallel-rng"].numpy().tobytes()
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, hashlib.sha256(state).hexdigest())
     return seen

@@ -19,13 +19,13 @@ def kept(tmp_path: Path) -> CheckpointDirectory:
 
 
 def test_nothing_is_there_at_first(kept):
-    assert kept.list_steps() == []
+    assert kept.list_steps_newest_first() == []
 
 
 def test_the_newest_stay_and_latest_names_the_last(kept):
     for step in (100, 200, 300, 1000):
         write(kept, step)
-    assert kept.list_steps() == [1000, 300]
+    assert kept.list_steps_newest_first() == [1000, 300]
     assert (kept.root / "latest").read_text() == "step-00001000\n"
     assert sorted(p.name for p in kept.root.iterdir()) == ["latest", "step-00000300", "step-00001000"]
 
@@ -35,7 +35,7 @@ def test_the_best_stays_whatever_comes_after_it_and_is_named(kept):
         partial = kept.create_partial(step)
         manifest.write(partial, {})
         kept.publish(step, 1, best)
-    assert kept.list_steps() == [60, 40]
+    assert kept.list_steps_newest_first() == [60, 40]
     assert (kept.root / "best").read_text() == "step-00000040\n"
     kept.remove_all()
     assert not [*kept.root.iterdir()]
@@ -48,7 +48,7 @@ def test_after_a_fall_back_the_checkpoint_just_written_stays(kept, keep):
     assert kept.mark_newer_damaged(10) == ["damaged-step-00000030", "damaged-step-00000020"]
     assert (kept.root / "latest").read_text() == "step-00000010\n"
     write(kept, 12, keep)
-    assert kept.list_steps() == [12, 10][:keep]
+    assert kept.list_steps_newest_first() == [12, 10][:keep]
     assert (kept.root / "latest").read_text() == "step-00000012\n"
     assert (kept.root / "damaged-step-00000030" / "weights").read_text() == "30"
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_damaged_again_takes_the_place_of_the_one_before(ke
 def test_a_newer_checkpoint_never_costs_the_one_just_published(kept):
     write(kept, 20)
     write(kept, 12, keep=1)
-    assert kept.list_steps() == [20, 12]
+    assert kept.list_steps_newest_first() == [20, 12]
 
 
 def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(kept, tmp_path):
@@ -94,7 +94,7 @@ def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(kept, tmp
 def test_an_interrupted_write_is_no_checkpoint_and_is_cleared_by_the_next(kept):
     write(kept, 100)
     (kept.create_partial(200) / "half").write_text("x")
-    assert kept.list_steps() == [100]
+    assert kept.list_steps_newest_first() == [100]
     write(kept, 300)
     assert not list(kept.root.glob(".*"))
 
@@ -104,13 +104,13 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(kept, monkeypatch):
     monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(OSError("power")))
     with pytest.raises(OSError, match="power"):
         kept._remove(kept.get_path(100))
-    assert kept.list_steps() == []
+    assert kept.list_steps_newest_first() == []
 
 
 def test_a_resumed_run_replaces_the_checkpoint_of_a_step(kept):
     write(kept, 100)
     write(kept, 100)
-    assert kept.list_steps() == [100]
+    assert kept.list_steps_newest_first() == [100]
 
 
 def test_a_checkpoint_moved_to_another_disk_is_let_go_and_not_removed(kept, tmp_path):
@@ -119,5 +119,5 @@ def test_a_checkpoint_moved_to_another_disk_is_let_go_and_not_removed(kept, tmp_
     kept.get_path(100).rename(elsewhere)
     kept.get_path(100).symlink_to(elsewhere)
     write(kept, 200, keep=1)
-    assert kept.list_steps() == [200]
+    assert kept.list_steps_newest_first() == [200]
     assert (elsewhere / "weights").read_text() == "100"

@@ -50,7 +50,7 @@ def test_a_folder_that_is_a_link_is_no_part_of_a_checkpoint(checkpoint, tmp_path
     elsewhere = tmp_path_factory.mktemp("other") / "megatron"
     (checkpoint / "megatron").rename(elsewhere)
     (checkpoint / "megatron").symlink_to(elsewhere)
-    (defect,) = manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint))
+    (defect,) = manifest.describe_unlisted_files(checkpoint, manifest.read(checkpoint))
     assert defect.startswith("megatron ")
     messages(defect)
 
@@ -89,18 +89,22 @@ def test_a_manifest_that_is_not_ours_is_refused(checkpoint, text):
     st.integers(1, 9),
 )
 def test_every_file_is_read_by_exactly_one_rank(names, world_size):
-    shares = [name for rank in range(world_size) for name in manifest.select_share(names, rank, world_size)]
+    shares = [
+        name for rank in range(world_size) for name in manifest.select_files_to_read(names, rank, world_size)
+    ]
     assert sorted(shares) == sorted(names)
 
 
 def test_a_rank_reads_what_it_wrote():
     names = ["megatron/__0_0.distcp", "megatron/__1_0.distcp", "random-00001.safetensors", "state.json"]
-    assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(manifest.select_share(names, 1, 2))
+    assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(
+        manifest.select_files_to_read(names, 1, 2)
+    )
 
 
 def test_a_file_that_nobody_listed_is_named(checkpoint, messages):
     (checkpoint / "megatron" / "common.pt").write_bytes(b"")
-    (defect,) = manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint))
+    (defect,) = manifest.describe_unlisted_files(checkpoint, manifest.read(checkpoint))
     assert defect.startswith("megatron/common.pt ")
     messages(defect)
 

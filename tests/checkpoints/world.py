@@ -36,8 +36,8 @@ def make_engine(case: Case, runtime: Any) -> Any:
 
     recipe = case.recipe()
     with runtime.megatron_calls():
-        groups.destroy()
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        groups.destroy_model_parallel_groups()
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     return Engine(recipe, runtime, state, world.device(runtime))
 
 

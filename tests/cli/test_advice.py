@@ -8,7 +8,7 @@ import pytest
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.checkpoints.state import FILE_NAME
 from bundle.data import prepare
-from bundle.data.cache import choose_cache_directory
+from bundle.data.cache import choose_cross_run_cache_directory
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
 from tests.command import capture_bundle
@@ -25,7 +25,7 @@ def write_rows(path, letters: int, count: int = 60) -> None:
 
 def begin_run(job) -> RunDirectory:
     """A run of three steps that was interrupted."""
-    run = RunDirectory(job.run_directory)
+    run = RunDirectory(job.default_run_directory)
     run.clear_and_write_start(job, {}, {})
     kept_by(run.root, job, 3)
     return run
@@ -35,7 +35,7 @@ def begin_run_with_data(job) -> None:
     """A run whose checkpoint says which data it was trained on."""
     run = begin_run(job)
     checkpoint = CheckpointDirectory(run.checkpoints).get_path(3)
-    identity = dict(prepare(job, choose_cache_directory(job, run.root)).identity)
+    identity = dict(prepare(job, choose_cross_run_cache_directory(job, run.root)).identity)
     said = json.loads((checkpoint / FILE_NAME).read_text())
     said["state"]["metrics"]["data"] = identity
     (checkpoint / FILE_NAME).write_text(json.dumps(said))

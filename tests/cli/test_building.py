@@ -34,7 +34,7 @@ def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats
     assert recipe.data.sequence_length == 64 and 32 < lengths.max() <= 64
     assert (recipe.task, recipe.train.epochs, recipe.train.global_batch_size) == ("sft", 3, 1)
     assert (recipe.name, recipe.model.weights) == ("run", "load")
-    assert TaskSpec("dpo", "hub/Tiny_3!", [], lora=True).name == "dpo-lora-tiny_3-"
+    assert TaskSpec("dpo", "hub/Tiny_3!", [], lora=True).generated_recipe_name == "dpo-lora-tiny_3-"
 
 
 def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.cli.generate import TextStream, limit_tokens
+from bundle.cli.generate import AnswerPrinter, compute_max_answer_tokens
 from bundle.errors import UsageError
 from tests import command
 from tests.data.chat import SIMPLE, directory
@@ -95,7 +95,7 @@ def test_tokens_are_printed_as_they_come(monkeypatch):
     from bundle.data.tokenizers import ByteTokenizer
 
     decode, pieces = ByteTokenizer().decode, []
-    stream = TextStream(decode, [256], as_json=False)
+    stream = AnswerPrinter(decode, [256], as_json=False)
     monkeypatch.setattr("builtins.print", lambda *words, **_: pieces.append("".join(words)))
     ids = [*"a é, 中!\n".encode(), 256]
     after = []
@@ -128,12 +128,12 @@ def test_an_answer_ends_where_the_positions_do(wanted, length, positions, expect
     from bundle.packing.prompts import Prompt
 
     prompts = [Prompt([1]), Prompt([1] * length)]
-    assert limit_tokens(wanted, prompts, positions) == expected
+    assert compute_max_answer_tokens(wanted, prompts, positions) == expected
     if positions is not None:
         with pytest.raises(UsageError, match="--max-tokens"):
-            limit_tokens(positions - length + 1, prompts, positions)
+            compute_max_answer_tokens(positions - length + 1, prompts, positions)
         with pytest.raises(UsageError, match="--prompt"):
-            limit_tokens(wanted, [Prompt([1] * positions)], positions)
+            compute_max_answer_tokens(wanted, [Prompt([1] * positions)], positions)
 
 
 @pytest.mark.world
@@ -158,7 +158,7 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from bundle.data.prompts import Prompts
+    from bundle.data.prompts import PromptBuilder
 
     base = tmp_path / "base"
     shutil.copytree(chatting / "hf", base)
@@ -178,7 +178,7 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     exported = (lora / "peft").rename(tmp_path / "peft")
     code, out, err = generate(capfd, lora, f"--prompt={BLUE}", "--max-tokens=20", "--json")
     assert code == 0, err
-    writer = Prompts.from_directory(base)
+    writer = PromptBuilder.from_directory(base)
     ids = torch.tensor([list(writer.build_prompt(BLUE, {}).ids)])
     opened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings = {

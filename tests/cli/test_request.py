@@ -95,6 +95,6 @@ def test_a_megatron_that_is_imported_is_not_asked_for_again():
 def test_the_start_of_a_run_is_inspected_with_its_directory_and_inputs(tmp_path):
     (tmp_path / "notes.txt").touch()
     recipe = load("demo", ["data.path=gone"])
-    _, problems = RunDirectory(tmp_path).inspect_start(recipe, Start())
+    _, problems = RunDirectory(tmp_path).describe_weights_and_problems(recipe, Start())
     texts = "\n".join(problem.text for problem in problems)
     assert "data.path 'gone'" in texts and "notes.txt" in texts

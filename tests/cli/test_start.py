@@ -71,7 +71,7 @@ def test_one_validator_makes_every_section_of_a_recipe():
     program = (
         "from bundle.recipe import load, section, sections; made = load('demo'); "
         "assert isinstance(made.optimizer, sections.Optimizer); "
-        "every = section.Section.__subclasses__() + section.CompletedSection.__subclasses__(); "
+        "every = section.Section.__subclasses__() + section.DerivedDefaultsSection.__subclasses__(); "
         "print([of.__name__ for of in every if of.__pydantic_complete__])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

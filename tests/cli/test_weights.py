@@ -321,14 +321,14 @@ def test_no_verb_replaces_what_it_reads_or_what_others_wrote(models, tmp_path, s
 _KILLED = """
 import os, sys
 from bundle.pretrained import writing
-append, left = writing.SafetensorsWriter.append, int(sys.argv.pop(1))
+append, left = writing.SafetensorsFileWriter.append, int(sys.argv.pop(1))
 def one_less(file, values):
     global left
     left -= 1
     if not left:
         os.kill(os.getpid(), 9)
     append(file, values)
-writing.SafetensorsWriter.append = one_less
+writing.SafetensorsFileWriter.append = one_less
 from bundle.cli import main
 main()
 """

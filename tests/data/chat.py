@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 
 _LINES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -114,9 +114,9 @@ def write_simply(messages):
 
 
 def drafts(template, conversation):
-    """The texts of a conversation with their learned parts. Raises Corrupt."""
-    (each,) = template.draft([template.prepare(conversation)])
-    if isinstance(each, Corrupt):
+    """The texts of a conversation with their learned parts. Raises CorruptData."""
+    (each,) = template.draft([template.prepare_render_request(conversation)])
+    if isinstance(each, CorruptData):
         raise each
     return [draft for draft, _ in each]
 

@@ -46,7 +46,7 @@ def main() -> None:
     limit = 60.0
     seconds = 0.0
     if case in ("slow", "stuck"):
-        limit = loader.PATIENCE = LIMIT_SECONDS  # type: ignore[assignment]
+        limit = loader.READER_PATIENCE_SECONDS = LIMIT_SECONDS  # type: ignore[assignment]
         loader.LINE_SECONDS = 2.0
         seconds = SLOW_SECONDS if case == "slow" else 50 * 60.0
     cache.write_store = slowly(written, seconds)  # type: ignore[attr-defined]
@@ -67,5 +67,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    orphans.die_with_parent()
+    orphans.die_with_torchrun_agent()
     sys.exit(outcomes.run_and_report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bundle.checkpoints.state import list_data_changes
 from bundle.data import Loader, prepare
 from bundle.data.corpus import inspect
-from bundle.data.samples import MAX_PARTS, Blend
+from bundle.data.samples import MAX_WEIGHT_DENOMINATOR, Blend
 from bundle.errors import UsageError
 from bundle.recipe import load
 from tests.data.test_indexed import build
@@ -31,7 +31,7 @@ def owners(blend: Blend, first: int, count: int) -> np.ndarray:
 def test_next_comes_the_data_set_whose_share_lags_most(weights, places):
     blend = Blend([5] * len(weights), weights, 1)
     shares, taken = np.asarray(weights, float) / sum(weights), np.zeros(len(weights))
-    rounded = len(weights) / MAX_PARTS
+    rounded = len(weights) / MAX_WEIGHT_DENOMINATOR
     for place, owner in enumerate(owners(blend, 0, places)):
         lag = shares * max(place, 1) - taken
         assert lag[owner] >= lag.max() - place * rounded - 1e-9

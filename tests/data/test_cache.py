@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bundle.data import cache, prepare, store, tokenization
-from bundle.data.cache import choose_cache_directory
+from bundle.data.cache import choose_cross_run_cache_directory
 from bundle.data.sources import MAX_REASONS, DataErrors
 from bundle.data.tokenizers import ByteTokenizer
 from bundle.errors import JobFailed, UsageError
@@ -238,14 +238,20 @@ def test_the_same_content_anywhere_is_the_same_data_and_any_other_is_not(tmp_pat
 def test_neighbours_share_tokens_unless_the_recipe_says_where_they_lie(tmp_path):
     made = recipe(tmp_path / "rows.jsonl")
     assert (
-        choose_cache_directory(made, tmp_path / "a")
-        == choose_cache_directory(made, tmp_path / "b")
+        choose_cross_run_cache_directory(made, tmp_path / "a")
+        == choose_cross_run_cache_directory(made, tmp_path / "b")
         == tmp_path / ".tokens"
     )
     named = Path("/some/where")
-    assert choose_cache_directory(recipe(tmp_path / "x", f"data.cache={named}"), tmp_path / "a") == named
+    assert (
+        choose_cross_run_cache_directory(recipe(tmp_path / "x", f"data.cache={named}"), tmp_path / "a")
+        == named
+    )
     (tmp_path / "file").write_text("")
-    assert choose_cache_directory(made, tmp_path / "file" / "run") == tmp_path / "file" / "run" / "data"
+    assert (
+        choose_cross_run_cache_directory(made, tmp_path / "file" / "run")
+        == tmp_path / "file" / "run" / "data"
+    )
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -332,5 +338,5 @@ def test_a_store_of_other_facts_has_another_format(tmp_path):
     asked = recipe(write_rows(tmp_path / "rows.jsonl"))
     prepare(asked, tmp_path / "tokens", lambda _: None)
     (written,) = (tmp_path / "tokens").glob("tokens-*/facts.json")
-    facts = set(json.loads(written.read_text())) - set(DataErrors("stop").conclude())
+    facts = set(json.loads(written.read_text())) - set(DataErrors("stop").summarize_or_raise_by_policy())
     assert (cache.STORE_FORMAT, facts) == (9, FACTS), "raise cache.STORE_FORMAT with the facts of a store"

@@ -9,7 +9,7 @@ import pytest
 
 from bundle.data.chat import build_writer
 from bundle.data.conversations import read_conversation
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from bundle.errors import UsageError
 from bundle.recipe.data import Data, Fields
@@ -42,7 +42,7 @@ def messages_of(row, fields):
 
 
 def refusal(row, **keys):
-    with pytest.raises(Corrupt) as caught:
+    with pytest.raises(CorruptData) as caught:
         read_conversation(row, data(**keys))
     return str(caught.value)
 
@@ -115,7 +115,7 @@ def directory(tmp_path_factory):
 def test_a_chat_template_writes_and_the_answers_are_found_in_it(directory):
     made = HuggingFaceTokenizer(directory)
     first, third = written(data(template="chat"), made, TALK, TALK[1:3])
-    with pytest.raises(Corrupt, match="message 0: "):
+    with pytest.raises(CorruptData, match="message 0: "):
         written(data(template="chat"), made, TALK[2:])
     decode = made._tokenizer.decode
     ids, learned = first

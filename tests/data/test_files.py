@@ -84,7 +84,7 @@ def test_rows_are_the_same_in_files_of_any_kind(tmp_path, name):
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
 def test_an_array_is_read_in_parts_of_any_size(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources, "_BLOCK_CHARACTERS", block)
+    monkeypatch.setattr(sources, "_JSON_BLOCK_CHARACTERS", block)
     draw = random.Random(block)
     values = [
         {"text": "x" * draw.randrange(300), "n": draw.random(), "é\n": ["]", {"a": "},{"}]} for _ in range(40)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.data import prepare
-from bundle.data.conversations import list_columns, read_conversation
-from bundle.data.sources import Corrupt, DataErrors
+from bundle.data.conversations import list_readable_columns, read_conversation
+from bundle.data.sources import CorruptData, DataErrors
 from bundle.data.sources import read_rows as table_rows
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -30,7 +30,7 @@ def read_messages(row, **keys):
 
 
 def refusal(row, **keys):
-    with pytest.raises(Corrupt) as caught:
+    with pytest.raises(CorruptData) as caught:
         read_conversation(row, data(**keys))
     return str(caught.value)
 
@@ -119,7 +119,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("format_", "row"), FORMATS)
 def test_the_format_of_a_row_is_found_by_its_fields(format_, row):
-    assert row.keys() - list_columns(Fields()) <= {"id"}  # which are read of a table
+    assert row.keys() - list_readable_columns(Fields()) <= {"id"}  # which are read of a table
     found = read_conversation(row, data())
     assert found.format == format_
     assert [m for m in found.messages if m["role"] != "system"] == talk("q", "a")
@@ -169,7 +169,7 @@ def test_an_answer_that_is_marked_as_bad_is_not_learned(field):
 
 def test_two_answers_to_compare_are_not_rows_of_sft():
     row = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    assert {"chosen", "rejected"} <= set(list_columns(Fields())) and "task: dpo" in refusal(row)
+    assert {"chosen", "rejected"} <= set(list_readable_columns(Fields())) and "task: dpo" in refusal(row)
     assert read_messages(row, fields=Fields(response="chosen")) == talk("q", "a")
     whole = {"prompt": "q", "chosen": talk("q", "a"), "rejected": talk("q", "b")}
     assert read_messages(whole, fields=Fields(messages="chosen")) == talk("q", "a")
@@ -313,7 +313,7 @@ def test_rows_that_are_none_are_named_by_field(row, named, messages):
 
 def read(sources, errors):
     """The conversations of tables."""
-    given = table_rows(sources, list_columns(Fields()), errors)
+    given = table_rows(sources, list_readable_columns(Fields()), errors)
     return (made for _, made in errors.convert_rows(given, lambda row: read_conversation(row, data())))
 
 
@@ -341,7 +341,7 @@ FIELDS = (
 def test_any_row_is_a_conversation_that_a_template_can_take_or_says_why_not(row):
     try:
         found = read_conversation(row, data())
-    except Corrupt:
+    except CorruptData:
         return
     assert all(isinstance(message["content"], str) for message in found.messages)
     assert {found.messages[index]["role"] for index in found.learned_turns} == {"assistant"}

@@ -49,7 +49,7 @@ def test_windows_run_through_the_tokens_as_they_lie_and_nothing_is_copied(built)
         assert batch.ids[0].tolist() == ids[number * LENGTH : number * LENGTH + LENGTH]
         assert batch.labels[0].tolist() == ids[number * LENGTH + 1 : number * LENGTH + LENGTH + 1]
     assert [path.name for path in (built / "data").glob("tokens*/*")] == ["facts.json"]
-    assert corpus.bigram_entropy is None
+    assert corpus.conditional_byte_entropy is None
 
 
 @pytest.mark.parametrize("packed", ["true", "false"])

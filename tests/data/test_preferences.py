@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bundle.data import Loader, prepare
-from bundle.data.preferences import list_columns, read_preference
+from bundle.data.preferences import list_readable_columns, read_preference
 from bundle.data.samples import BLANK_SAMPLE
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.data import Data, Fields
@@ -100,7 +100,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("format_", "row"), FORMATS)
 def test_the_format_of_a_pair_is_found_by_its_fields(format_, row):
-    assert row.keys() - set(list_columns(DATA.fields)) <= {"prompt_id", "score_chosen"}
+    assert row.keys() - set(list_readable_columns(DATA.fields)) <= {"prompt_id", "score_chosen"}
     assert [each.format for each in read_preference(row, DATA)] == [format_, format_]
     assert pair(row) == [(["q", "good"], [1]), (["q", "bad"], [1])]
 
@@ -117,7 +117,7 @@ def test_a_history_is_part_of_the_prompt():
 
 def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named(messages):
     row = {"prompt": "p", "instruction": "q", "chosen": "good", "rejected": "bad"}
-    with pytest.raises(Corrupt, match=r"fields\.format") as error:
+    with pytest.raises(CorruptData, match=r"fields\.format") as error:
         read_preference(row, DATA)
     assert "trl or alpaca" in str(error.value)
     messages(error.value)
@@ -125,16 +125,16 @@ def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named(messages):
     assert read_preference(row, chosen)[0].messages == [QUESTION, says("good")]
     other = {"prompt": [{"role": "system", "content": "s"}, QUESTION]}
     whole = {"chosen": [QUESTION, says("good")], "rejected": [QUESTION, says("bad")]}
-    with pytest.raises(Corrupt, match="field prompt: "):
+    with pytest.raises(CorruptData, match="field prompt: "):
         read_preference(other | whole, DATA)
 
 
 @pytest.mark.parametrize("tag", ["label", "kto_tag"])
 def test_rows_for_kto_are_not_pairs(tag, messages):
-    with pytest.raises(Corrupt, match="task: sft") as error:
+    with pytest.raises(CorruptData, match="task: sft") as error:
         read_preference({"prompt": "q", "completion": "a", tag: True}, DATA)
     messages(error.value)
-    assert tag in list_columns(DATA.fields)
+    assert tag in list_readable_columns(DATA.fields)
     assert pair({"prompt": "q", "chosen": "good", "rejected": "bad", tag: True})
 
 
@@ -166,8 +166,8 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
     ],
 )
 def test_rows_that_are_no_pair(row, why, messages):
-    assert row.keys() <= set(list_columns(DATA.fields))  # which are read of a table
-    with pytest.raises(Corrupt, match=why) as error:
+    assert row.keys() <= set(list_readable_columns(DATA.fields))  # which are read of a table
+    with pytest.raises(CorruptData, match=why) as error:
         read_preference(row, DATA)
     messages(error.value)
 
@@ -226,7 +226,7 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
     seen, held = [], []
     for rank in range(2):
         loader = Loader(job, corpus, rank, 2)
-        found = [batch for batches in loader.read_all_training_samples() for batch in batches]
+        found = [batch for batches in loader.read_training_samples_once() for batch in batches]
         seen += [numbers for batch in found for numbers in batch.documents.reshape(-1, 2).tolist()]
         evaluated = loader.read_validation()["validation"]
         held += [numbers for batch in evaluated for numbers in batch.documents.reshape(-1, 2).tolist()]

@@ -12,7 +12,7 @@ import pytest
 
 from bundle.data.chat import ChatTemplate, build_writer
 from bundle.data.conversations import read_conversation
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -91,7 +91,7 @@ def test_each_turn_is_learned_behind_the_prompt_for_it(writes, length, tools, sy
     chosen = read_conversation({"messages": messages, "tools": functions}, data(learn))
     says = [shape.says(messages[index]) for index in asked]
     if (tools and not shape.tools) or (system and shape.refuses_system) or None in says:
-        with pytest.raises(Corrupt) as caught:
+        with pytest.raises(CorruptData) as caught:
             chat.drafts(template, chosen)
         if system and shape.refuses_system and not tools:
             assert str(caught.value).endswith(shape.refuses_system)

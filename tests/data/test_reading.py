@@ -171,7 +171,7 @@ def test_reasons_that_differ_in_values_alone_are_one_cause():
     first, second = whole.format_lines()
     assert first.startswith(f"{file}:1, {file}:2, {file}:3 and 57 more: ") and "0.png': gone" in first
     assert second.startswith(f"{file}:61: ") and second.endswith("60.png': denied")
-    assert whole.count == 61 and whole.unlisted_count == 0
+    assert whole.count == 61 and whole.unlisted_row_count == 0
 
 
 def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):

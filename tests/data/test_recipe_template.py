@@ -9,7 +9,7 @@ import pytest
 from bundle.data.chat import ChatTemplate, build_writer
 from bundle.data.conversations import read_conversation
 from bundle.data.corpus import prepare
-from bundle.data.prompts import Prompts
+from bundle.data.prompts import PromptBuilder
 from bundle.data.samples import read_loss_mask
 from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
@@ -64,7 +64,7 @@ def test_chatml_writes_and_learns_what_transformers_does_with_it(job, own):
     made = HuggingFaceTokenizer(Path(recipe.data.tokenizer.removeprefix("hf:")))
     theirs = made._tokenizer.apply_chat_template(
         TALK,
-        chat_template=recipe.data.template_text,
+        chat_template=recipe.data.custom_template_text,
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
@@ -76,8 +76,8 @@ def test_chatml_writes_and_learns_what_transformers_does_with_it(job, own):
 
 
 def test_generate_asks_by_the_template_that_was_trained(job):
-    asked = Prompts.from_recipe(job("chatml")).build_prompt("1+1?", {})
-    tokenizer = Prompts.from_recipe(job("chatml")).tokenizer
+    asked = PromptBuilder.from_recipe(job("chatml")).build_prompt("1+1?", {})
+    tokenizer = PromptBuilder.from_recipe(job("chatml")).tokenizer
     assert tokenizer.decode(asked.ids) == ASKED
 
 

@@ -87,7 +87,7 @@ def test_a_sample_has_the_images_of_the_messages_that_it_shows(tmp_path):
     writes = ChatTemplate(HuggingFaceTokenizer(chat.directory(tmp_path, source)))
     row = read_conversation({"messages": messages, "images": ["a", "b", "c"]}, DATA)
     drafts: Any
-    (drafts,) = writes.draft([writes.prepare(row)])
+    (drafts,) = writes.draft([writes.prepare_render_request(row)])
     every = [Medium("image", name) for name in "abc"]
     assert [list(media) for _, media in drafts] == [every[:1], every[:1], every]
 
@@ -115,7 +115,7 @@ def test_samples_of_a_row_are_counted_and_held_out_together(recipe, tmp_path, pa
     samples = sum(1 + number % 3 for number in range(ROWS))
     assert (counts.rows, counts.documents) == (ROWS, samples)
     (made,) = corpus.stores
-    assert np.bincount(made.kept_row_numbers).tolist() == [1 + number % 3 for number in range(ROWS)]
+    assert np.bincount(made.document_row_numbers).tolist() == [1 + number % 3 for number in range(ROWS)]
 
     def rows(samples):
         batches = [samples.build_batch(np.array([number])) for number in range(len(samples))]
@@ -172,6 +172,8 @@ def test_rows_of_several_documents_are_known_after_an_interruption(tmp_path, mon
     whole, begun = (open_store(tmp_path / name) for name in ("whole", "begun"))
     sizes = [size for number in range(9) for size in (1, 1 + number % 3)]
     assert (
-        np.bincount(whole.kept_row_numbers).tolist() == np.bincount(begun.kept_row_numbers).tolist() == sizes
+        np.bincount(whole.document_row_numbers).tolist()
+        == np.bincount(begun.document_row_numbers).tolist()
+        == sizes
     )
     assert whole.facts == begun.facts

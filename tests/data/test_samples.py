@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(0, 60), max_size=20).map(lambda values: np.asarra
 @given(LENGTHS, st.integers(1, 25))
 def test_cut_pieces_hold_the_same_tokens_in_order(lengths, longest):
     documents = Spans(np.cumsum(lengths) - lengths + 100, lengths)
-    pieces = documents.cut(longest)
+    pieces = documents.split_by_max_length(longest)
     assert (
         concatenate_ranges(pieces.starts, pieces.lengths).tolist()
         == concatenate_ranges(documents.starts, lengths).tolist()

@@ -32,7 +32,7 @@ def documents(count=3):
 
 def test_what_was_written_is_mapped_back(tmp_path):
     errors = DataErrors("skip")
-    errors.add("file:1", "wrong")
+    errors.record_corrupt_data("file:1", "wrong")
     write(tmp_path / "s", documents(), 300, errors)
     store = open_store(tmp_path / "s")
     assert store is not None and store.loss_mask is None

@@ -12,7 +12,7 @@ import pytest
 from bundle.data import rendering
 from bundle.data.chat import ChatTemplate
 from bundle.data.conversations import read_conversation
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe.data import Data
@@ -44,9 +44,9 @@ def children():
 def test_a_row_for_which_a_template_takes_too_long_is_corrupt_and_a_second_one_stops_the_job(template):
     made = template(OF_ONE_ROW)
     before = time.monotonic()
-    rows = [made.prepare(talk(question)) for question in ("short", "long", "after")]
+    rows = [made.prepare_render_request(talk(question)) for question in ("short", "long", "after")]
     first, second, third = made.draft(rows)
-    assert isinstance(second, Corrupt) and f"{rendering.RENDERING_SECONDS} s" in str(second)
+    assert isinstance(second, CorruptData) and f"{rendering.MAX_RENDERING_CPU_SECONDS} s" in str(second)
     written = [chat.write_simply(talk(question).messages) for question in ("short", "after")]
     assert [each[0][0][0] for each in (first, third)] == written
     with pytest.raises(UsageError, match=r"data\.template"):
@@ -58,14 +58,14 @@ def test_a_row_for_which_a_template_takes_too_long_is_corrupt_and_a_second_one_s
 @pytest.mark.parametrize("source", ["{{ 'x' * 10**10 }}", "{{ 'x' * 8000001 }}", "{% set a = [0] * 10**9 %}"])
 def test_memory_and_text_have_limits_of_their_own(template, source):
     made, before = template(source + chat.SIMPLE), time.process_time()
-    with pytest.raises(Corrupt, match=r"1,024 MiB|8 MB"):
+    with pytest.raises(CorruptData, match=r"1,024 MiB|8 MB"):
         chat.drafts(made, talk("q"))
     assert time.process_time() - before < 2
 
 
 def test_a_computation_that_python_cannot_interrupt_ends_too(template):
     made = template("{% if 7 ** (10 ** 9) %}{% endif %}" + chat.SIMPLE)
-    with pytest.raises(Corrupt, match="s of computing"):
+    with pytest.raises(CorruptData, match="s of computing"):
         chat.drafts(made, talk("q"))
 
 
@@ -80,7 +80,7 @@ def test_a_computation_that_python_cannot_interrupt_ends_too(template):
     ],
 )
 def test_a_template_does_not_leave_its_sandbox(template, source):
-    with pytest.raises(Corrupt, match="refuses the row"):
+    with pytest.raises(CorruptData, match="refuses the row"):
         chat.drafts(template(source + chat.SIMPLE), talk("q"))
 
 
@@ -102,7 +102,7 @@ def test_the_process_writes_no_file_and_ends_with_its_requests():
 @pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd2"])
 def test_characters_that_are_none_are_refused_and_their_names_are_text(template, mark):
     made = template(chat.SIMPLE)
-    with pytest.raises(Corrupt, match="not characters"):
+    with pytest.raises(CorruptData, match="not characters"):
         chat.drafts(made, talk(f"a{mark}b"))
     ((text, _),) = chat.drafts(made, talk(f"\\ufdd{ord(mark) % 16}"))
     assert text.startswith("<user>\\ufdd")

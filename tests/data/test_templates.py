@@ -10,8 +10,8 @@ import pytest
 from bundle.data import prepare
 from bundle.data.chat import ChatTemplate, build_writer
 from bundle.data.conversations import read_conversation
-from bundle.data.prompts import Prompts
-from bundle.data.sources import Corrupt
+from bundle.data.prompts import PromptBuilder
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -45,7 +45,7 @@ def learned(tmp_path_factory):
         made = HuggingFaceTokenizer(chat.directory(tmp_path_factory.mktemp("tokenizer"), template))
         try:
             samples = chat.drafts(ChatTemplate(made), talk(messages, learn))
-        except Corrupt as error:
+        except CorruptData as error:
             return str(error)
         return [text[start:end] for text, parts in samples for start, end in parts]
 
@@ -166,7 +166,7 @@ def test_what_answers_end_with_is_seen_in_what_is_learned(tmp_path, template, en
     keys += ["task=sft", "data.separator=null", "data.validation=0", "model.config.vocab_size=512"]
     corpus = prepare(load("demo", keys), tmp_path / "tokens")
     assert {corpus.tokenizer.decode([end]) for end in corpus.end_tokens} == ends
-    asked = Prompts.from_recipe(load("demo", keys))
+    asked = PromptBuilder.from_recipe(load("demo", keys))
     assert asked.end_tokens[0] == corpus.tokenizer.end_of_text
     assert {asked.tokenizer.decode([end]) for end in asked.end_tokens} == ends | {"<end>"}
 
@@ -202,6 +202,6 @@ def test_what_a_base_model_goes_on_with_begins_as_its_tokenizer_has_it(tmp_path,
     )
     made.backend_tokenizer.post_processor = processing
     made.save_pretrained(tmp_path / "of base")
-    given = Prompts.from_directory(tmp_path / "of base").build_prompt("abc", {}).ids
+    given = PromptBuilder.from_directory(tmp_path / "of base").build_prompt("abc", {}).ids
     whole = made("abc")["input_ids"]
     assert list(given) == [id for at, id in enumerate(whole) if id != made.eos_token_id or at == 0]

@@ -12,7 +12,7 @@ import pytest
 
 from bundle.data.chat import ChatTemplate, build_writer
 from bundle.data.conversations import read_conversation
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from bundle.recipe.data import Data
 from tests.data import chat
@@ -143,16 +143,16 @@ def test_the_same_row_is_read_in_sharegpts_words(made):
 
 def test_what_a_template_does_not_write_is_told(tmp_path, made, messages):
     silent = HuggingFaceTokenizer(chat.directory(tmp_path, chat.SIMPLE))
-    with pytest.raises(Corrupt, match="tools") as error:
+    with pytest.raises(CorruptData, match="tools") as error:
         written(silent, {"messages": TALK, "tools": TOOLS})
     messages(error.value)
-    with pytest.raises(Corrupt, match="'add'") as error:
+    with pytest.raises(CorruptData, match="'add'") as error:
         written(silent, {"messages": TALK})
     messages(error.value)
     plain = build_writer(Data(source="jsonl", path=("x",), sequence_length=64), ByteTokenizer())
     for row in ({"messages": TALK}, {"messages": [TALK[1], TALK[9]], "tools": TOOLS}):
-        with pytest.raises(Corrupt, match="plain") as error:
-            plain.prepare(read_conversation(row, data()))
+        with pytest.raises(CorruptData, match="plain") as error:
+            plain.prepare_render_request(read_conversation(row, data()))
         messages(error.value)
 
 

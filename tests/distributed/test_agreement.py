@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from bundle.distributed.world import agree_on_fields, find_disagreements, share_decision
-from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable, PatchError
+from bundle.errors import BundleError, EnvironmentUnfit, PatchError, TargetUnavailable
 from bundle.launch.outcomes import format_ranks
 
 
@@ -47,8 +47,8 @@ def test_a_difference_is_told_to_every_rank_with_the_field_and_the_ranks(message
 
 def test_ranks_that_do_not_come_are_named(messages):
     told = meet([{"plan": "a"}, None, {"plan": "a"}, None], seconds=0.3)
-    assert isinstance(told[0], LaunchUnavailable)
-    assert isinstance(told[2], LaunchUnavailable)
+    assert isinstance(told[0], TargetUnavailable)
+    assert isinstance(told[2], TargetUnavailable)
     messages(told[2])
     assert "ranks 1, 3" in str(told[2])
 
@@ -56,7 +56,7 @@ def test_ranks_that_do_not_come_are_named(messages):
 def test_a_rank_that_comes_again_has_met_an_earlier_start_and_does_not_stay(messages):
     store = HashStore()
     agree_on_fields(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
-    with pytest.raises(LaunchUnavailable, match="rank 0") as refused:
+    with pytest.raises(TargetUnavailable, match="rank 0") as refused:
         agree_on_fields(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
     messages(refused.value)
 
@@ -120,6 +120,6 @@ def test_what_rank_0_decides_or_refuses_is_everybody_s(refused):
 
 
 def test_a_first_rank_that_decides_nothing_is_said(messages):
-    with pytest.raises(LaunchUnavailable, match="rank 0") as refused:
+    with pytest.raises(TargetUnavailable, match="rank 0") as refused:
         share_decision(HashStore(), 1, 2, lambda: "", timedelta(seconds=0.2))
     messages(refused.value)

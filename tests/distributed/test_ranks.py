@@ -11,7 +11,7 @@ import torch
 from bundle.distributed import world
 from bundle.distributed.world import StopRequest
 from bundle.environment import packages
-from bundle.errors import LaunchUnavailable
+from bundle.errors import TargetUnavailable
 from bundle.launch import hang, outcomes
 from bundle.launch.hang import Collective, RankSnapshot
 from bundle.launch.rendezvous import discover
@@ -42,11 +42,11 @@ def test_ranks_meet_although_somebody_has_taken_the_port_that_torchrun_found_fre
 
 
 def test_a_rank_that_is_not_told_where_rank_0_listens_says_so(tmp_path, monkeypatch, messages):
-    monkeypatch.setenv(outcomes.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(outcomes.LAUNCH_FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     counted = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     me = discover({**counted, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    with pytest.raises(LaunchUnavailable, match=f"{tmp_path}/{world.PORT_FILE}") as failed:
+    with pytest.raises(TargetUnavailable, match=f"{tmp_path}/{world.PORT_FILE}") as failed:
         world.open_store(me, timedelta(seconds=0.2))
     messages(failed.value)
 
@@ -60,7 +60,7 @@ def test_sigterm_to_the_launcher_stops_all_ranks_at_the_same_step(tmp_path):
 
 
 def test_a_request_that_the_launcher_heard_before_this_rank_could_is_heard(tmp_path, monkeypatch):
-    monkeypatch.setenv(outcomes.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(outcomes.LAUNCH_FOLDER_VARIABLE, str(tmp_path))
     before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         assert not StopRequest(torch.device("cpu")).is_requested
@@ -120,7 +120,7 @@ def test_a_hang_is_6_and_says_who_never_came_to_which_collective_and_what_it_doe
 
 def test_mtp_losses_that_one_context_parallel_rank_reduces_alone_are_a_hang_that_names_both(tmp_path):
     core = pytest.importorskip("megatron.core")
-    if not packages.is_within(core.__version__, "<0.19"):
+    if not packages.is_base_version_within(core.__version__, "<0.19"):
         pytest.skip("the tracker is called otherwise from 0.19 on")
     _, err = finish(start(tmp_path, WORKER, "alone"), 6, 180)
     first, second = read_hang(tmp_path, err, None)

@@ -11,5 +11,5 @@ def test_a_collective_waits_longer_than_the_watchdog_needs_to_end_the_job(tmp_pa
     dog = watchdog.Watchdog(seconds, tmp_path, 0, 0)
     with dog.extend_patience("saving step 3"):
         longest = dog._get_seconds_left()
-    ends = seconds + longest + watchdog._LOOK_SECONDS + watchdog._LINGER_SECONDS
+    ends = seconds + longest + watchdog._CHECK_INTERVAL_SECONDS + watchdog._LINGER_SECONDS
     assert watchdog.compute_collective_timeout(seconds) > ends

@@ -58,7 +58,7 @@ def stop(me: Rendezvous) -> None:
 def hang(me: Rendezvous) -> None:
     """Rank 1 never comes to the second collective: its process is stopped, or reads a pipe without end."""
     group = dist.new_group([0, 1], group_desc="TENSOR_PARALLEL")
-    outcomes.create_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
+    outcomes.publish_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
     with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
         dist.all_reduce(torch.ones(2, 3), group=group)
         dog.report_progress("step 4")
@@ -79,14 +79,14 @@ def read_without_end() -> None:
 
 def alone(me: Rendezvous) -> None:
     """Megatron's MTP losses, reduced by the rank that writes metrics alone: it waits for one that went on."""
-    runtime = backends.prepare("cpu")
-    outcomes.create_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
+    runtime = backends.set_up_runtime("cpu")
+    outcomes.publish_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
     with runtime.megatron_calls():
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         from bundle.mcore import groups
 
-        groups.initialize(Parallel(tp=1, cp=2, ep=1, etp=1), seed=1, timeout_seconds=60)
+        groups.create_model_parallel_groups(Parallel(tp=1, cp=2, ep=1, etp=1), seed=1, timeout_seconds=60)
         both = dist.new_group([0, 1])
         with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
             dog.report_progress("step 4")
@@ -129,5 +129,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    orphans.die_with_parent()
+    orphans.die_with_torchrun_agent()
     sys.exit(outcomes.run_and_report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -5,7 +5,7 @@ from typing import Any
 from unittest import mock
 
 from bundle.backends.cuda.weight_gradients import EXTENSION_NAME, add_weight_gradient
-from bundle.verification.numbers import DENSE_CONFIG, Bench, find_worst, measure_gap
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, find_worst, measure_gap
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import computed, texts
 
@@ -29,7 +29,7 @@ def accumulated(bench: Bench, parallel: dict[str, int], *, tied: bool) -> float:
     """The largest distance of any gradient; infinite if megatron added none through our product."""
     from megatron.core.tensor_parallel import layers
 
-    config = DENSE_CONFIG | {"tie_word_embeddings": tied}
+    config = DENSE_HF_CONFIG | {"tie_word_embeddings": tied}
     whole = computed(bench, config, texts(EVEN), depths=DEPTHS, scale=0.1)
     added = mock.Mock(side_effect=add_weight_gradient)
     job = recipe(config, parallel, packed=False, layers=DEPTHS)

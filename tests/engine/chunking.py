@@ -10,7 +10,7 @@ import torch
 
 from bundle.engine.scores import Head, score_labels
 from bundle.mcore import groups
-from bundle.mcore.gpt import defer_output_layer
+from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.recipe import Parallel, loss_chunks
 from bundle.verification.numbers import Bench, Numbers, measure_gap
 from tests.engine import detaching, experiments, oracle
@@ -34,21 +34,21 @@ def share(bench: Bench, tp: int, *, sequence_parallel: bool) -> float:
     sum((x * y).sum() for x, y in zip(expected, factors.double(), strict=True)).backward()
 
     layout = Parallel(tp=tp, sequence_parallel=sequence_parallel)
-    rank = groups.initialize(layout, seed=1, timeout_seconds=bench.timeout_seconds).tp
+    rank = groups.create_model_parallel_groups(layout, seed=1, timeout_seconds=bench.timeout_seconds).tp
     try:
         part = (weight * 4).chunk(tp)[rank.rank].clone().requires_grad_()
         mine = states.chunk(tp)[rank.rank] if sequence_parallel else states
         mine = mine.clone().requires_grad_()
         layer: Any = SimpleNamespace(weight=None, sequence_parallel=sequence_parallel)
         weights: list[torch.Tensor] = []
-        defer_output_layer(SimpleNamespace(output_layer=layer), weights.append)
+        bypass_head_and_report_weight(SimpleNamespace(output_layer=layer), weights.append)
         whole, _ = layer.forward(mine, weight=part, runtime_gather_output=None)
         limit = max(0, VOCABULARY - rank.rank * len(part))
         seen = score_labels(whole, labels, rank.group, None, Head(weights[0], CHUNK, limit))
         both = (seen.log_probs, seen.entropy)
         sum((x * y).sum() for x, y in zip(both, factors, strict=True)).backward()
     finally:
-        groups.destroy()
+        groups.destroy_model_parallel_groups()
     states_gradient = wanted[0].grad.chunk(tp)[rank.rank] if sequence_parallel else wanted[0].grad
     numbers = (*both, mine.grad, part.grad)
     truth = (*expected, states_gradient, wanted[1].grad.chunk(tp)[rank.rank])

@@ -2,7 +2,7 @@
 
 import torch
 
-from bundle.verification.numbers import DENSE_CONFIG, Bench, Numbers, find_worst, measure_gap
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, Numbers, find_worst, measure_gap
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import computed, texts
 
@@ -23,7 +23,7 @@ def detached(
     Of the parts that are detached: from that of the main loss alone. Of the MTP layers: from that of all
     losses. The other parts are compared where their gradient does not pass through a detached one.
     """
-    config = DENSE_CONFIG | {"tie_word_embeddings": tied}
+    config = DENSE_HF_CONFIG | {"tie_word_embeddings": tied}
     whole, alone = (computed(bench, config, texts(EVEN), depths=DEPTHS, scale=scale) for scale in (0.1, 0.0))
     job = recipe(
         config,

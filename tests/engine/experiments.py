@@ -19,9 +19,9 @@ from bundle.packing.packing import Packing
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Layout
 from bundle.verification.numbers import (
-    DENSE_CONFIG,
+    DENSE_HF_CONFIG,
     EXPERTS_CONFIG,
-    LATENT_CONFIG,
+    MLA_CONFIG,
     Bench,
     Numbers,
     measure_gap,
@@ -35,14 +35,14 @@ from tests.reference.texts import Text
 UNEVEN, EVEN = (12, 23, 6, 17), (24, 24, 24, 24)
 STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 MODELS = {
-    "dense": DENSE_CONFIG,
-    "gqa": DENSE_CONFIG | {"num_key_value_heads": 2},
-    "mla": LATENT_CONFIG,
+    "dense": DENSE_HF_CONFIG,
+    "gqa": DENSE_HF_CONFIG | {"num_key_value_heads": 2},
+    "mla": MLA_CONFIG,
     "moe": EXPERTS_CONFIG,
     # with a factor in the keys: of all that a head rotates, and of the part that latent attention does
-    "dense yarn": DENSE_CONFIG | {"rope_scaling": STRETCHED},
-    "mla yarn": LATENT_CONFIG | {"rope_scaling": STRETCHED},
-    "balanced": LATENT_CONFIG | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.4, "seq_aux": True},
+    "dense yarn": DENSE_HF_CONFIG | {"rope_scaling": STRETCHED},
+    "mla yarn": MLA_CONFIG | {"rope_scaling": STRETCHED},
+    "balanced": MLA_CONFIG | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.4, "seq_aux": True},
 }
 Z_LOSS = 0.03
 BALANCES = {
@@ -84,12 +84,12 @@ def engine(
     bench: Bench, job: Recipe, build_objective: Callable[[Groups], Objective] | None = None
 ) -> Iterator[Engine]:
     """An engine in the layout of the job, which is forgotten afterwards."""
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=bench.timeout_seconds)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=bench.timeout_seconds)
     try:
         objective = build_objective(made) if build_objective else None
         yield Engine(job, bench.runtime, made, bench.device, objective=objective)
     finally:
-        groups.destroy()
+        groups.destroy_model_parallel_groups()
 
 
 def micro_batches(of: Engine, sequences: list[Text], form: str, mean: str) -> list[MicroBatch]:

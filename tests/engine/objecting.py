@@ -38,7 +38,7 @@ def _job(layers: int = 0, model: str = "dense") -> Any:
 def _measured(of: Engine, batches: list[MicroBatch]) -> dict[str, float]:
     """The measures of this rank's micro-batches by `compute_log_probs`, over both ranks."""
     parts = [
-        scores.log_probs[one.unshard(one.loss_mask) > 0]
+        scores.log_probs[one.join_gathered_shards(one.loss_mask) > 0]
         for one, scores in zip(batches, of.compute_log_probs(batches), strict=True)
     ]
     mine = torch.cat(parts).double()
@@ -192,13 +192,13 @@ def restored(bench: Bench) -> float:
             return {name: torch.tensor(value).double() for name, value in values.items()}
 
         def go_on() -> None:
-            numbers = json.loads(json.dumps(made.gather_loss_sums(), allow_nan=True))
+            numbers = json.loads(json.dumps(made.gather_pending_loss_sums(), allow_nan=True))
             made.take_losses()
             made.restore_loss_sums(numbers)
 
         wanted, seen = train(lambda: None), train(go_on)
         # An empty state comes back as one, and the next maximum is that of what follows.
-        numbers = made.gather_loss_sums()
+        numbers = made.gather_pending_loss_sums()
         assert not any(map(math.isinf, numbers))
         made.restore_loss_sums(numbers)
         made.forward_backward(second)
@@ -210,13 +210,13 @@ def restored(bench: Bench) -> float:
         assert all(map(math.isnan, made.take_losses().measures.values()))
 
         # What a call's own objective measured is not in a checkpoint, whose engine would not know it.
-        size = len(made.gather_loss_sums())
+        size = len(made.gather_pending_loss_sums())
         made.forward_backward(first, Measuring("surprise"))
-        assert len(made.gather_loss_sums()) == size
+        assert len(made.gather_pending_loss_sums()) == size
         made.take_losses()
     with engine(bench, _job(1)) as made:
         made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"), Measuring())
-        numbers = made.gather_loss_sums()
+        numbers = made.gather_pending_loss_sums()
         assert len(numbers) == size - 3
         main = made.take_losses().main
         made.restore_loss_sums(numbers)

@@ -9,7 +9,7 @@ import torch
 from bundle.engine import Engine
 from bundle.environment import packages
 from bundle.models import naming
-from bundle.models.naming import NamedTensor
+from bundle.models.naming import GloballyNamedTensor
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification.numbers import Bench, Numbers, measure_gap
 from tests.engine.cells import AGREES_WITH_DOUBLES
@@ -104,7 +104,7 @@ def _wanted(name: str) -> Numbers:
     return found | megatron_layout(config, of) | {"norm": norm}
 
 
-def parameters(of: Engine) -> list[NamedTensor]:
+def parameters(of: Engine) -> list[GloballyNamedTensor]:
     return [each for chunk in of.models for each in naming.find_parameters(chunk, of.groups)]
 
 
@@ -122,7 +122,7 @@ def fill(of: Engine, weights: Numbers) -> None:
                     module.expert_bias.copy_(weights[f"{router}.expert_bias"])
 
 
-def part(of: NamedTensor, whole: torch.Tensor) -> torch.Tensor:
+def part(of: GloballyNamedTensor, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, to which the rows of a padded vocabulary are added."""
     behind = of.compute_full_shape()[0] - len(whole)
     whole = torch.cat((whole, whole.new_zeros(behind, *whole.shape[1:]))) if behind else whole
@@ -148,17 +148,19 @@ def _possible(name: str, layout: str) -> bool:
         return False
     release = megatron.core.__version__
     if config["model_type"] == "gpt_oss" and "tp" in parallel and "ep" not in parallel:
-        return not packages.is_within(release, "<0.19")  # the trap moe-tensor-without-expert-parallel
+        return not packages.is_base_version_within(
+            release, "<0.19"
+        )  # the trap moe-tensor-without-expert-parallel
     depths = model.depths(config)
-    if "pipeline_model_parallel_layout" in parallel and packages.is_within(
+    if "pipeline_model_parallel_layout" in parallel and packages.is_base_version_within(
         release, "<0.14" if depths else "<0.13"
     ):
         return False
     if not depths:
         return True
     packed, over_tensor_ranks = form == "thd", "tp" in parallel
-    return not (packed and packages.is_within(release, "<0.16")) and not (
-        over_tensor_ranks and packages.is_within(release, "<0.13")
+    return not (packed and packages.is_base_version_within(release, "<0.16")) and not (
+        over_tensor_ranks and packages.is_base_version_within(release, "<0.13")
     )
 
 

@@ -14,21 +14,21 @@ from bundle.packing.packing import Packing
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.verification.numbers import DENSE_CONFIG, EXPERTS_CONFIG, LATENT_CONFIG
-from bundle.verification.products import RepeatedMatrixRecorder
+from bundle.verification.numbers import DENSE_HF_CONFIG, EXPERTS_CONFIG, MLA_CONFIG
+from bundle.verification.products import BroadcastProductRecorder
 from tests.ranks import finish_rank, start_rank
 
 TOKENS = 40
 _GATED = ["o_proj", "gate_proj", "up_proj", "down_proj"]
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", *_GATED]
 _LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *_GATED]
-_PREDICTING = LATENT_CONFIG | {"num_nextn_predict_layers": 1}
+_PREDICTING = MLA_CONFIG | {"num_nextn_predict_layers": 1}
 # name -> (config, projections with adapters)
 MODELS: dict[str, tuple[dict, list[str]]] = {
-    "dense": (DENSE_CONFIG, []),
+    "dense": (DENSE_HF_CONFIG, []),
     "latent with MTP": (_PREDICTING, []),
     "experts": (EXPERTS_CONFIG, []),
-    "dense LoRA": (DENSE_CONFIG, _PROJECTIONS),
+    "dense LoRA": (DENSE_HF_CONFIG, _PROJECTIONS),
     "latent LoRA with MTP": (_PREDICTING, _LATENT_PROJECTIONS),
     "experts LoRA": (EXPERTS_CONFIG, _PROJECTIONS),
 }
@@ -44,10 +44,10 @@ def main() -> None:
                 if build_plan(job, backend="cpu").problems:  # packs with MTP, up to 0.14
                     shapes[case] = None
                     continue
-                layout = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+                layout = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
                 engine = Engine(job, runtime, layout, torch.device("cpu"))
                 shapes[case] = repeated_shapes(engine)
-                groups.destroy()
+                groups.destroy_model_parallel_groups()
     finish_rank(shapes)
 
 
@@ -77,7 +77,7 @@ def repeated_shapes(engine: Engine) -> Any:
     def objective(_: MicroBatch, scores: Scores) -> torch.Tensor:
         return -scores.log_probs - 0.1 * scores.entropy
 
-    with RepeatedMatrixRecorder() as repeated:
+    with BroadcastProductRecorder() as repeated:
         engine.forward_backward(batches)
         engine.forward_backward(batches, objective)
         engine.evaluate(batches)

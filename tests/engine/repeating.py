@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bundle.verification.numbers import DENSE_CONFIG, LATENT_CONFIG, Bench, find_worst, measure_gap
+from bundle.verification.numbers import DENSE_HF_CONFIG, MLA_CONFIG, Bench, find_worst, measure_gap
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import computed, texts
 
@@ -36,5 +36,5 @@ def everywhere(bench: Bench) -> float:
     """Grouped and latent attention, with a prediction layer; alone, over tensor ranks and stages."""
     layouts: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2})
     return find_worst(
-        [repeated(bench, config, layout) for config in (DENSE_CONFIG, LATENT_CONFIG) for layout in layouts]
+        [repeated(bench, config, layout) for config in (DENSE_HF_CONFIG, MLA_CONFIG) for layout in layouts]
     )

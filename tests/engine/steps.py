@@ -12,7 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from bundle.engine.scores import score_labels
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import DENSE_CONFIG, Bench, find_worst
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, find_worst
 from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 
@@ -23,7 +23,7 @@ def _job(on_nan: str = "stop", **model: Any) -> Recipe:
     return from_mapping(
         {
             "name": "steps",
-            "model": {"config": DENSE_CONFIG, "dtype": "fp32", **model},
+            "model": {"config": DENSE_HF_CONFIG, "dtype": "fp32", **model},
             "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 24},
             "train": {"steps": 9, "global_batch_size": 8, "on_nan": on_nan},
             "optimizer": {"lr": 1e-2, "warmup_steps": 3, "clip_grad": LIMIT, "weight_decay": 0.0, "eps": 1.0},

@@ -7,7 +7,7 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_rows
-from bundle.verification.numbers import DENSE_CONFIG, Bench
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench
 from tests.engine.experiments import engine, recipe
 
 ROWS, LENGTH = 2, 16
@@ -25,7 +25,7 @@ def shared(bench: Bench) -> float:
 
 
 def _surprises(bench: Bench, parallel: dict[str, int]) -> float:
-    job = recipe(DENSE_CONFIG, parallel, packed=False, layers=1)
+    job = recipe(DENSE_HF_CONFIG, parallel, packed=False, layers=1)
     vocabulary = job.architecture.vocab_size
     with engine(bench, job) as of:
         right = _losses(of, lambda ids, labels: None)

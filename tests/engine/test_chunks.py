@@ -61,7 +61,7 @@ def test_values_and_gradients(monkeypatch, chunk, scale, near, portion):
 def test_values_and_gradients_of_compiled_functions(monkeypatch):
     """As a GPU computes chunks, with the graphs of torch.compile but not its kernels."""
     monkeypatch.setattr(
-        scores, "_choose_form", lambda function, _: torch.compile(function, backend="aot_eager")
+        scores, "_compile_if_gpu_weight", lambda function, _: torch.compile(function, backend="aot_eager")
     )
     monkeypatch.setattr(scores, "_PORTION_VALUES", 7 * ROWS)
     states, weight, labels = drawn()

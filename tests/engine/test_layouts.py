@@ -4,8 +4,8 @@ import pytest
 
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import MEGATRON_FEATURES
-from bundle.verification import WorkOrder, decide_patches, plan_all_patches
+from bundle.patches.entry import EXTERNAL_PROGRAM_FEATURES
+from bundle.verification import WorkOrder, build_needed_patch_plan, decide_patches
 from bundle.verification.check import Observation
 from tests.engine.cells import AGREES, GROUPS
 from tests.world import Core
@@ -42,10 +42,10 @@ def measured(names: tuple[str, ...], core: Core, world: int = 2) -> dict[str, li
 def seen_by(core: Core, sizes: dict[str, int]) -> dict[str, list[Observation]]:
     """The same of measurements that take so many ranks each."""
     found = decide_patches("cpu", core.tree)
-    of_others = {patch.id for patch in PATCHES if patch.when & MEGATRON_FEATURES}
+    of_others = {patch.id for patch in PATCHES if patch.when & EXTERNAL_PROGRAM_FEATURES}
     ids = tuple(decision.id for decision in found.patches_to_apply if decision.id not in of_others)
     orders = [WorkOrder(number, name, world, 90, ids) for number, (name, world) in enumerate(sizes.items())]
-    return dict(zip(sizes, core.world.observe(orders, plan_all_patches(found)), strict=True))
+    return dict(zip(sizes, core.world.observe(orders, build_needed_patch_plan(found)), strict=True))
 
 
 def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[str, list[str]]:
@@ -60,8 +60,8 @@ def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[st
 def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
     """Without what the release cannot do, by its known traps: prediction in packs, or over tensor ranks."""
     left_out = {
-        *(PACKED_PREDICTION if packages.is_within(release, "<0.16") else ()),
-        *(PREDICTION_OVER_TENSOR_RANKS if packages.is_within(release, "<0.13") else ()),
+        *(PACKED_PREDICTION if packages.is_base_version_within(release, "<0.16") else ()),
+        *(PREDICTION_OVER_TENSOR_RANKS if packages.is_base_version_within(release, "<0.13") else ()),
     }
     return tuple(name for name in names if name.partition(":")[2] not in left_out)
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-from bundle.engine.losses import LossTap
+from bundle.engine.losses import ModelLossComputer
 from bundle.engine.scores import mask_padding, score_labels
 
 VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing else
 
 
-def tap(rank: int) -> LossTap:
+def tap(rank: int) -> ModelLossComputer:
     model: Any = SimpleNamespace(compute_language_model_loss=None, post_process=False)
     group: Any = SimpleNamespace(rank=lambda: rank)
     device = torch.device("cpu")
-    return LossTap(
+    return ModelLossComputer(
         model, depths=0, mtp_loss_scale=0, vocabulary=VOCABULARY, chunk=None, tp_group=group, device=device
     )
 
@@ -29,7 +29,7 @@ def test_over_ranks_the_softmax_is_that_of_the_vocabulary(dtype):
     shards = [shard * 1 for shard in leaf.chunk(RANKS, -1)]  # no leaves, as megatron's are not
     for rank, shard in enumerate(shards):
         function = shard.grad_fn
-        mask_padding(shard, tap(rank)._count_local_tokens(WIDTH))
+        mask_padding(shard, tap(rank)._count_local_vocabulary_logits(WIDTH))
         assert shard.grad_fn is function, "autograd would copy the gradient of all logits"
     whole = torch.cat(shards, -1)
     assert torch.equal(whole[..., :VOCABULARY], leaf[..., :VOCABULARY])

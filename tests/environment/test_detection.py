@@ -17,7 +17,7 @@ def test_two_h200s():
     assert hardware.backend == "cuda"
     assert [device.name for device in hardware.devices] == ["NVIDIA H200"] * 2
     assert hardware.capability == (9, 0)
-    assert hardware.device_memory.value == 143771 * 2**20
+    assert hardware.smallest_device_memory.value == 143771 * 2**20
     assert hardware.driver.value == "580.159.04"
     assert hardware.link.value == "NV18"
     assert hardware.rdma.value == ()
@@ -35,10 +35,10 @@ def test_without_nvidia_smi_the_driver_files_tell_less_but_not_otherwise(silent,
     assert [device.identity[:12] for device in hardware.devices] == ["GPU-9ab8988a", "GPU-9b8f4456"]
     assert hardware.driver.value == "580.159.04"
     assert (hardware.capability is None) == bool(silent)
-    assert (hardware.device_memory.value is None) == bool(silent)
+    assert (hardware.smallest_device_memory.value is None) == bool(silent)
     if silent:
-        assert "nvidia-smi" in hardware.device_memory.reason
-        messages(hardware.device_memory.reason)
+        assert "nvidia-smi" in hardware.smallest_device_memory.reason
+        messages(hardware.smallest_device_memory.reason)
 
 
 def test_a_container_with_rdma_and_limits():
@@ -55,14 +55,14 @@ def test_mig_is_one_device():
     hardware = detect(machine=recorded("a100-mig"))
     (device,) = hardware.devices
     assert device.name.startswith("NVIDIA A100") and device.name.endswith("MIG 3g.40gb")
-    assert hardware.device_memory.value == 40 * 10**9
+    assert hardware.smallest_device_memory.value == 40 * 10**9
     assert any("MIG" in note for note in hardware.notes)
 
 
 def test_a2():
     hardware = detect(machine=recorded("a2-24.1"))
     assert (hardware.backend, len(hardware.devices)) == ("ascend", 8)
-    assert hardware.generation.value == "a2"
+    assert hardware.oldest_generation.value == "a2"
     assert hardware.toolkit.value == "8.3.RC1"
     assert hardware.driver.value == "24.1.rc2.2"
     assert hardware.capability is None
@@ -70,17 +70,17 @@ def test_a2():
 
 def test_a3_takes_the_toolkit_of_the_environment_and_the_driver_of_the_header():
     hardware = detect(machine=recorded("a3-26.0", {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann-9.0.0"}))
-    assert hardware.generation.value == "a3"
+    assert hardware.oldest_generation.value == "a3"
     assert hardware.toolkit.value == "9.0.0"
     assert hardware.driver.value == "26.0.rc2"
     assert hardware.link.value == "HCCS_SW"
-    assert hardware.device_memory.value == 64 * GIB
+    assert hardware.smallest_device_memory.value == 64 * GIB
 
 
 def test_nodes_count_where_npu_smi_lists_more(messages):
     hardware = detect(machine=recorded("a3-one-die"))
     assert len(hardware.devices) == 1
-    assert hardware.generation.value == "a3"
+    assert hardware.oldest_generation.value == "a3"
     assert any("npu-smi" in note for note in hardware.notes)
     assert any("davinci_manager" in note for note in hardware.notes)
     messages("\n".join(hardware.notes))
@@ -89,13 +89,13 @@ def test_nodes_count_where_npu_smi_lists_more(messages):
 def test_nodes_without_npu_smi():
     hardware = detect(machine=recorded("a2-24.1", silent=["npu-smi"]))
     assert len(hardware.devices) == 8
-    assert hardware.generation.value is None
-    assert "npu-smi" in hardware.generation.reason
+    assert hardware.oldest_generation.value is None
+    assert "npu-smi" in hardware.oldest_generation.reason
 
 
 def test_a_310_is_named_and_its_health_too():
     hardware = detect(machine=recorded("310p"))
-    assert hardware.generation.value == "310"
+    assert hardware.oldest_generation.value == "310"
     assert any("Warning" in note for note in hardware.notes)
 
 

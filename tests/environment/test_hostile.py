@@ -46,7 +46,12 @@ def found(machine: Machine, backend: str) -> Hardware | None:
     try:
         hardware = detect(backend, machine)
         assert to_json_value(hardware)["backend"] == hardware.backend
-        _ = hardware.capability, hardware.generation, hardware.device_memory, hardware.unfit_reason
+        _ = (
+            hardware.capability,
+            hardware.oldest_generation,
+            hardware.smallest_device_memory,
+            hardware.unfit_reason,
+        )
     except EnvironmentUnfit as error:
         hardware = None
         assert str(error)

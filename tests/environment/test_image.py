@@ -13,7 +13,7 @@ from bundle.environment.image import (
     BuildInfo,
     compare_records,
     find_drift,
-    list_installed_versions,
+    list_distribution_versions,
     parse,
     read_own_record,
     read_record,
@@ -108,7 +108,7 @@ def test_a_second_megatron_in_front_is_drift(site, tmp_path):
     made = built(site)
     front = tmp_path / "front"
     install(front, "megatron-core", "0.17.1")
-    packages = list_installed_versions(stack_of(front, site))
+    packages = list_distribution_versions(stack_of(front, site))
     (drift,) = find_drift(made, "3.11.2", packages)
     assert drift.startswith(f"megatron-core: {PINS['megatron-core']} ") and "0.17.1" in drift
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bundle.environment import interpreters
-from bundle.environment.interpreters import read_search_path
+from bundle.environment.interpreters import reconstruct_search_path
 from bundle.environment.packages import find_megatron
 from bundle.errors import UsageError
 from tests.environment.test_megatron import ASK, CASES, answer, case, tree
@@ -47,7 +47,7 @@ def test_the_directories_are_those_that_the_interpreter_has(
     python = environment(tmp_path / "env", system=system)
     (tmp_path / f"env/lib/python{RELEASE}/site-packages/own.pth").write_text(f"{tmp_path / 'checkout'}\n")
     named = python if by == "python" else tmp_path / "env"
-    found = read_search_path(str(named))
+    found = reconstruct_search_path(str(named))
     expected = searched(python)
     assert str(tmp_path / "checkout") in expected
     assert [str(path) for path in found.list_directories() if path.is_dir()] == expected
@@ -63,7 +63,7 @@ def test_the_winner_is_the_one_that_python_imports_there(
     (packages / "site-packages").symlink_to(paths[-1])
     (tmp_path / "env/pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\nversion = {RELEASE}.1\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths[:-1])))
-    found = find_megatron(read_search_path(str(tmp_path / "env")))
+    found = find_megatron(reconstruct_search_path(str(tmp_path / "env")))
     halves = [str(half.package) if half else None for half in (found.core, found.training)]
     assert [half and os.path.realpath(half) for half in halves] == [
         half and os.path.realpath(half) for half in answer(ASK, paths, cwd)
@@ -81,7 +81,7 @@ def test_the_finders_of_this_interpreter_are_not_asked_about_another(
     Finder.__module__ = "__editable___megatron_core_finder"
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
     monkeypatch.setenv("PYTHONPATH", "")
-    assert find_megatron(read_search_path(str(environment(tmp_path / "env")))).core is None
+    assert find_megatron(reconstruct_search_path(str(environment(tmp_path / "env")))).core is None
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_is_no_environment_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"^--env ") as error:
-        read_search_path(named)
+        reconstruct_search_path(named)
     messages(error.value)
 
 

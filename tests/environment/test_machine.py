@@ -67,7 +67,7 @@ def test_named_machines_say_where_their_numbers_are_from(name):
 
 def test_named_machines_take_another_number_of_devices():
     assert len(build_preset("h200", 2).devices) == 2
-    assert build_preset("a3").generation.value == "a3"
+    assert build_preset("a3").oldest_generation.value == "a3"
     assert build_preset("b200").capability == (10, 0)
 
 

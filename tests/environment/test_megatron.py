@@ -184,14 +184,18 @@ def test_every_copy_is_listed_with_its_origin(tmp_path: Path):
         ("0.16.1", "sys.path"),
         ("0.19.2", "PYTHONPATH"),
     ]
-    assert found.conflict is None
+    assert found.core_training_mismatch is None
 
 
 def test_two_trees_are_a_conflict_that_names_both(tmp_path: Path):
     a, b = tree(tmp_path / "a", "core"), tree(tmp_path / "b", "core", "training", version="0.18.0")
     found = packages.find_megatron(build_search_path([str(a), str(b)], "", tmp_path / "none"))
-    assert found.conflict is not None
-    assert str(a) in found.conflict and str(b) in found.conflict and "0.18.0" in found.conflict
+    assert found.core_training_mismatch is not None
+    assert (
+        str(a) in found.core_training_mismatch
+        and str(b) in found.core_training_mismatch
+        and "0.18.0" in found.core_training_mismatch
+    )
 
 
 @pytest.mark.parametrize("inside", ["", "megatron", "megatron/core"])

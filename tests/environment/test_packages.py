@@ -132,10 +132,10 @@ def test_a_lie_through_importlib_metadata_is_not_believed(tmp_path: Path, monkey
     ],
 )
 def test_ranges_are_read_on_the_base_version(version: str, specifier: str, inside: bool | None):
-    assert packages.is_within(version, specifier) is inside
+    assert packages.is_base_version_within(version, specifier) is inside
 
 
 @pytest.mark.parametrize("specifier", ["0.17", ">=new"])
 def test_a_range_that_is_none_is_not_passed_over(specifier: str):
     with pytest.raises(InvalidSpecifier):
-        packages.is_within("0.17.0", specifier)
+        packages.is_base_version_within("0.17.0", specifier)

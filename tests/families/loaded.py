@@ -82,7 +82,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
             "optimizer": {"warmup_steps": 0},
         }
     )
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     _, numbers = reference.read(directory)
     lengths = LENGTHS if packed else (LENGTH,)
@@ -93,7 +93,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
         if not (PUBLISHED_NAMES[case.family].stacked_experts or case.linear):  # elsewhere it is refused
             asked = from_mapping(job.dump() | {"checkpoint": {"export": "hf-fp8"}})
             exporting.export(directory / IN_BLOCKS, asked, engine.models, made)
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return float((seen - wanted).abs().max() / wanted.abs().max())
 
 

@@ -50,7 +50,7 @@ def distance(case: Case, directory: Path, runtime) -> tuple[float, float, float]
             "optimizer": {"warmup_steps": 0},
         }
     )
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"))
     fill(engine, theirs)
     ids, labels = wanted["tokens"][None, :-1], wanted["tokens"][None, 1:]
@@ -63,7 +63,7 @@ def distance(case: Case, directory: Path, runtime) -> tuple[float, float, float]
         "loss": torch.tensor([engine.take_losses().main]),
     }
     gradients = of_gradients(engine, reference.tensors(directory / reference.GRADIENTS))
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return max(float((seen[name] - wanted[name]).abs().max()) for name in seen), *gradients
 
 

@@ -16,7 +16,7 @@ from bundle.launch import job as job_file
 from bundle.targets import kubernetes
 from bundle.targets.images import HOME
 from bundle.targets.kubernetes.options import KubernetesOptions
-from bundle.targets.kubernetes.pod import JOB_DIRECTORY
+from bundle.targets.kubernetes.pod import JOB_MOUNT_DIRECTORY
 from tests.command import finish, sets, start_bundle
 from tests.faults.harness import (
     RECIPE,
@@ -106,7 +106,7 @@ def test_a_rayjob_goes_on_where_the_head_is_lost(faults, whole, start, ray_clust
     rayjob = kubernetes.build_objects(job, KubernetesOptions(image="bundle", claim="runs", form="rayjob"))[-1]
     # What KubeRay runs on the head that it makes, and on the next one that it makes where that is lost.
     entrypoint = (
-        rayjob["spec"]["entrypoint"].replace(HOME, str(tmp_path)).replace(JOB_DIRECTORY, str(tmp_path))
+        rayjob["spec"]["entrypoint"].replace(HOME, str(tmp_path)).replace(JOB_MOUNT_DIRECTORY, str(tmp_path))
     )
     words = shlex.split(entrypoint)
     words = words[words.index("launch") :]

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from bundle.cli import VerbGroup, app
+from bundle.cli import LazyVerbGroup, app
 from bundle.recipe import Recipe, load
 from bundle.recipe.document import to_yaml
 from tests.data import chat
@@ -169,7 +169,7 @@ def _flags(random: Random, folder: Path) -> Words:
     command: Any = typer.main.get_command(app)
     for name in verb[: 1 + (verb[0] in ("launch", "patches", "recipes", "weights"))]:
         command = (
-            command.get_command(None, name) if isinstance(command, VerbGroup) else command.commands[name]
+            command.get_command(None, name) if isinstance(command, LazyVerbGroup) else command.commands[name]
         )
     flags = {option for of in command.params for option in of.opts if option.startswith("--")}
     # They write where they are told, ask a cluster, or train.

@@ -30,8 +30,8 @@ class Decided:
         if state not in self._known:
             tree = CommitTree(Path(commit), repository=self.repository, commit=commit)
             found = dict(decisions(Definitions(tree), self._version(commit)))
-            if not self.read.issuperset(tree.list_read_modules()):
-                self.read.update(tree.list_read_modules())
+            if not self.read.issuperset(tree.list_requested_modules()):
+                self.read.update(tree.list_requested_modules())
                 self._known.clear()
                 state = self.state(commit)
             self._known[state] = found
@@ -43,14 +43,14 @@ class Decided:
 
     def _version(self, commit: str) -> str | None:
         blob = self.repository.blob(commit, "megatron/core/package_info.py")
-        return packages.read_declared_version(self.repository.text(blob).decode()) if blob else None
+        return packages.build_version_from_constants(self.repository.text(blob).decode()) if blob else None
 
 
 def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, PatchAction | None]]:
     job = PatchContext(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
     reader = DefectReader(None, definitions, load_review_table())
     for patch in PATCHES:
-        yield patch.id, decision_rules.decide(patch, reader.read(patch), job).action
+        yield patch.id, decision_rules.decide_patch(patch, reader.read(patch), job).action
     for trap in TRAPS:
         met = decision_rules.decide_trap(trap, reader.read(trap), job)
         yield trap.id, met.action if met else None

@@ -16,8 +16,8 @@ import pytest
 from bundle.environment.packages import InstalledPackages
 from bundle.environment.search import build_search_path
 from bundle.patches.audit import ENTRIES, Audit, DefectStatus, audit
-from bundle.patches.entry import LOCAL_LAYERS, Patch
-from bundle.patches.megatron_core import find_named_core, load_review_table
+from bundle.patches.entry import LOCAL_LAYER_BACKENDS, Patch
+from bundle.patches.megatron_core import load_review_table, resolve_core_path_or_version
 from tests.history.git import Repository
 from tests.history.truth import PRESENT
 from tests.history.users import changes
@@ -128,7 +128,10 @@ def test_nothing_is_said_that_is_not_so_and_nothing_is_missed(framework: str, tm
     top = unpacked(own, "HEAD", tmp_path / "framework", *folders)
     path = build_search_path([str(top / "src") if "src" in folders else str(top)], "", tmp_path)
     found = audit(
-        find_named_core(str(tree), load_review_table()), load_review_table(), InstalledPackages(path), None
+        resolve_core_path_or_version(str(tree), load_review_table()),
+        load_review_table(),
+        InstalledPackages(path),
+        None,
     )
     assert framework in {package.name for package in found.frameworks}
     standings = {defect.entry.id: defect.status.value for defect in found.defects}
@@ -147,7 +150,7 @@ def _wrong(found: Audit, tree: Path) -> list[str]:
     said = {defect.entry.id: defect for defect in found.defects}
     wrong = []
     for entry in ENTRIES:
-        if set(entry.backends) <= set(LOCAL_LAYERS) or (isinstance(entry, Patch) and entry.opt_in):
+        if set(entry.backends) <= set(LOCAL_LAYER_BACKENDS) or (isinstance(entry, Patch) and entry.opt_in):
             continue
         there, defect = PRESENT[entry.id](lambda module: _text(tree, module)), said.get(entry.id)
         if defect is None and there:

@@ -9,7 +9,7 @@ import pytest
 
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.definitions import Definitions
-from bundle.patches.megatron_core import load_commits_by_digest
+from bundle.patches.megatron_core import load_commits_by_target_fingerprint
 from tests.history.decided import Decided
 from tests.history.git import CommitTree, Repository
 from tests.history.tally import BRANCHES, WRONG, Row, Truth, held_out, rows, undecided
@@ -55,9 +55,11 @@ def test_little_is_left_undecided(repository: Repository, branch: str):
 
 def test_code_read_in_a_commit_is_there(repository: Repository):
     by_signature = review.declared()[1]
-    for target, known in load_commits_by_digest().items():
+    for target, known in load_commits_by_target_fingerprint().items():
         for fingerprint, said in known.items():
             commit = said.split()[0]
             found = Definitions(CommitTree(Path(commit), repository=repository, commit=commit))[target]
             assert found is not None
-            assert fingerprint == (found.signature if target in by_signature else found.fingerprint), commit
+            assert fingerprint == (
+                found.signature_fingerprint if target in by_signature else found.fingerprint
+            ), commit

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import NO_ASSUMPTION
+from bundle.patches.entry import NO_CALLER_ASSUMPTION
 from tests.history.test_foreign import FRAMEWORKS, repository, unpacked
 from tests.patches.test_external_program import patched
 from tests.patches.trees import Release
@@ -52,7 +52,9 @@ def test_patches_land_once_and_before_the_framework_holds_what_they_replace(
     beside, stops, own = PATHS[framework]
     path, *others = (unpacked_on_path(name, tmp_path) for name in (framework, *beside))
     search = [path, *others, release("0.16.1"), os.environ.get("PYTHONPATH", "")]
-    vouching = [word for patch in PATCHES if patch.assumes != NO_ASSUMPTION for word in ("--vouch", patch.id)]
+    vouching = [
+        word for patch in PATCHES if patch.assumes != NO_CALLER_ASSUMPTION for word in ("--vouch", patch.id)
+    ]
     importing = modules(path)
     ran = patched(*vouching, IMPORTING, *importing, PYTHONPATH=os.pathsep.join(map(str, search)))
     said: dict[str, list[list[str]]] = {}

@@ -92,6 +92,8 @@ def changed(repository: Repository, commit: str, diff: bytes) -> ChangedTree:
 
 def judged(tree: ChangedTree) -> Iterator[Row]:
     """Every decision about a tree that no commit has."""
-    for entry, action in decisions(Definitions(tree), packages.read_declared_version(tree.text(NUMBER))):
+    for entry, action in decisions(
+        Definitions(tree), packages.build_version_from_constants(tree.text(NUMBER))
+    ):
         there = PRESENT[entry](lambda module: tree.text(f"megatron/core/{module.replace('.', '/')}.py"))
         yield Row(tree.commit, entry, action, there)

@@ -100,7 +100,7 @@ def test_ranks_with_different_files_name_what_differs(tmp_path):
         asked = (*RECIPE, "--backend=cpu", "--devices-per-node=2", "--set", f"train.steps={steps}")
         run_bundle("plan", *asked, f"--job={steps}.json", cwd=tmp_path, code=0)
     commands = [("train", "--job=3.json"), ("train", "--job=4.json")]
-    digests = [load(tmp_path / f"{steps}.json").digest for steps in (3, 4)]
+    digests = [load(tmp_path / f"{steps}.json").agreement_digest for steps in (3, 4)]
     for said in ranks(commands, tmp_path, 3):
         assert "recipe (rank 0: " in said
         assert f"job (rank 0: {digests[0]}; rank 1: {digests[1]})" in said

@@ -110,13 +110,13 @@ def test_the_state_of_a_process_is_the_kernels(number, messages):
         if number is not None:
             process.send_signal(number)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        state = hang.describe_process_state(process.pid)
+        state = hang.describe_unresponsive_state(process.pid)
         messages(state)
         assert "SIGSTOP" in state if number else state == ""
     finally:
         process.kill()
         process.communicate()
-    assert hang.describe_process_state(process.pid) == hang.PROCESS_ENDED
+    assert hang.describe_unresponsive_state(process.pid) == hang.PROCESS_ENDED
 
 
 @pytest.mark.parametrize(

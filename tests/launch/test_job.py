@@ -58,14 +58,17 @@ def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choos
     job = from_plan(
         build_plan(load_recipe("demo", packed), hardware_name="h200", mcore="0.16.1"), Path("runs/x")
     )
-    assert (job.attention, job.recipe.model.attention, job.effective_recipe.model.attention) == (
+    assert (job.attention, job.recipe.model.attention, job.recipe_with_planned_attention.model.attention) == (
         "fused",
         "auto",
         "fused",
     )
     assert build_config_options(job.recipe, generation="10.0")["attention_backend"].name == "auto"
-    assert build_config_options(job.effective_recipe, generation="10.0")["attention_backend"].name == "fused"
-    assert parse(job.to_text()).effective_recipe == job.effective_recipe
+    assert (
+        build_config_options(job.recipe_with_planned_attention, generation="10.0")["attention_backend"].name
+        == "fused"
+    )
+    assert parse(job.to_text()).recipe_with_planned_attention == job.recipe_with_planned_attention
 
 
 def signed(document: dict) -> str:
@@ -97,7 +100,9 @@ def test_a_job_comes_back_as_it_was(anywhere, start, directory, drift, image, co
     )  # fmt: skip
     read = parse(told.to_text())
     assert told.to_text() is told.to_text()  # a dry run of a thousand nodes asks a thousand times
-    assert read == told and read.digest == told.digest and read.to_text() == told.to_text()
+    assert (
+        read == told and read.agreement_digest == told.agreement_digest and read.to_text() == told.to_text()
+    )
 
 
 def test_a_job_goes_on_although_the_patches_drifted_that_its_plan_was_allowed():
@@ -135,21 +140,21 @@ def test_what_was_asked_for_is_what_it_says():
 )  # fmt: skip
 def test_whatever_is_executed_is_in_the_digest(anywhere, other):
     (name,) = other
-    assert replace(anywhere, **other).digest != anywhere.digest, name
+    assert replace(anywhere, **other).agreement_digest != anywhere.agreement_digest, name
 
 
 def test_what_is_of_one_machine_is_not_in_the_digest(anywhere):
     elsewhere = replace(anywhere, directory=Path("/other"), plan={"hardware": "another"})
-    assert elsewhere.digest == anywhere.digest
+    assert elsewhere.agreement_digest == anywhere.agreement_digest
 
 
 def test_nodes_may_differ_in_variables_that_yield_and_in_no_others(anywhere):
     def digest(**changes):
-        return replace(anywhere, environment=anywhere.environment | changes).digest
+        return replace(anywhere, environment=anywhere.environment | changes).agreement_digest
 
     assert "OMP_NUM_THREADS" in anywhere.environment
-    assert digest(OMP_NUM_THREADS="3") == digest(OMP_NUM_THREADS="8") == anywhere.digest
-    assert digest(CUDA_DEVICE_MAX_CONNECTIONS="32") != anywhere.digest
+    assert digest(OMP_NUM_THREADS="3") == digest(OMP_NUM_THREADS="8") == anywhere.agreement_digest
+    assert digest(CUDA_DEVICE_MAX_CONNECTIONS="32") != anywhere.agreement_digest
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
@@ -307,7 +312,10 @@ def test_patches_for_an_image_that_nobody_describes_are_not_those_for_what_is_he
 def test_the_image_of_a_job_that_leaves_it_open_is_that_of_the_first_rank(anywhere, monkeypatch):
     pytest.importorskip("megatron.core")
     told = replace(anywhere, image=job_file.UNDECIDED)
-    assert told.digest not in (anywhere.digest, replace(anywhere, image=RECORD).digest)
+    assert told.agreement_digest not in (
+        anywhere.agreement_digest,
+        replace(anywhere, image=RECORD).agreement_digest,
+    )
     here = packages.detect().megatron
     for record in (None, RECORD):
         assert (

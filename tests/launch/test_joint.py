@@ -126,18 +126,18 @@ def test_a_node_that_may_start_again_leaves_when_all_have_ended_or_says_who_has_
 )
 def test_a_node_sees_that_the_ranks_of_another_have_ended_with_a_failure(tmp_path, clock, said, ends):
     where = Rendezvous(3, 0, "h", 1, "test", "said")
-    others = nodes.PeerNodes(tmp_path, where)
+    others = nodes.PeerVerdictWatcher(tmp_path, where)
     clock[0] += 10
-    assert not others.poll()  # whose ranks have not met
+    assert not others.has_failed_peer_after_poll()  # whose ranks have not met
     here(tmp_path / "world-1", NAMES)
-    (tmp_path / outcomes.WORLD_FILE).write_text(str(tmp_path / "world-1"))
+    (tmp_path / outcomes.WORLD_FOLDER_PATH_FILE).write_text(str(tmp_path / "world-1"))
     clock[0] += 10
-    assert not others.poll()
+    assert not others.has_failed_peer_after_poll()
     nodes.agree_on_verdict(replace(said, nodes=3), tmp_path / "world-1", seconds=-1)
     clock[0] += 0.5
-    assert not others.poll()  # a shared disk is not asked all the time
+    assert not others.has_failed_peer_after_poll()  # a shared disk is not asked all the time
     clock[0] += 10
-    assert others.poll() is others.has_failed_peer is ends
+    assert others.has_failed_peer_after_poll() is others.has_failed_peer is ends
 
 
 def here(world: Path, names: Mapping[int, str]) -> None:
@@ -162,12 +162,12 @@ def test_running_nodes_look_at_each_other_the_more_seldom_the_more_they_are(
 ):
     assert nodes.get_verdict_seconds(count) == pytest.approx(limit)  # the last to notice is heard too
     here(tmp_path / "world-1", {rank: f"gpu{rank}" for rank in range(2)})
-    (tmp_path / outcomes.WORLD_FILE).write_text(str(tmp_path / "world-1"))
-    peers = nodes.PeerNodes(tmp_path, Rendezvous(count, 0, "gpu0", 29500, "flags", "given"))
+    (tmp_path / outcomes.WORLD_FOLDER_PATH_FILE).write_text(str(tmp_path / "world-1"))
+    peers = nodes.PeerVerdictWatcher(tmp_path, Rendezvous(count, 0, "gpu0", 29500, "flags", "given"))
     with asked(tmp_path / "world-1") as events:
         for _ in range(int(4 * 10 * interval)):
             clock[0] += 0.25
-            peers.poll()
+            peers.has_failed_peer_after_poll()
     assert events.count("os.listdir") == pytest.approx(10, abs=1) and len(events) < 12
 
 

@@ -8,7 +8,13 @@ import pytest
 from bundle.errors import ExitCode
 from bundle.launch import node_registry as rosters
 from bundle.launch.causes import FailureKind, RestartAction
-from bundle.launch.node_registry import Heartbeat, NodeRegistry, Round, is_round_over, plan_next_round
+from bundle.launch.node_registry import (
+    Heartbeat,
+    NodeRegistry,
+    Round,
+    has_no_running_members,
+    plan_next_round,
+)
 from bundle.launch.verdict import Verdict
 from tests.launch.launched import asked
 
@@ -58,8 +64,8 @@ def test_no_round_begins_while_a_member_may_run_or_too_few_wait(here):
 
 def test_a_bad_node_stays_out_and_is_not_waited_for():
     assert members(FIRST, [sign(0), sign(1, 2, out=True), sign(2)], set()) == ("t0", "t2")
-    assert is_round_over(FIRST, [sign(0), sign(1, 2, out=True)], set())
-    assert not is_round_over(FIRST, [sign(0)], set())
+    assert has_no_running_members(FIRST, [sign(0), sign(1, 2, out=True)], set())
+    assert not has_no_running_members(FIRST, [sign(0)], set())
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def watch(one: NodeRegistry, time: list[float], seconds: float) -> None:
     time[0] += seconds
-    assert one.poll()
+    assert one.poll_if_due()
 
 
 def test_a_node_lives_while_its_entry_changes_and_is_lost_when_it_no_longer_does(tmp_path, time):
@@ -83,7 +89,7 @@ def test_a_node_lives_while_its_entry_changes_and_is_lost_when_it_no_longer_does
     watch(one, time, 1)
     assert {each.number for each in one.find_live_nodes()} == {0, 1}
     assert (
-        one.has_seen_any_heartbeat([other.own_entry.token])
+        one.has_heartbeat_since_start([other.own_entry.token])
         and one.find_lost_nodes([other.own_entry.token]) == set()
     )
     for _ in range(7):
@@ -93,7 +99,7 @@ def test_a_node_lives_while_its_entry_changes_and_is_lost_when_it_no_longer_does
     watch(one, time, rosters.LOST_SECONDS - 27)
     assert one.find_lost_nodes([other.own_entry.token]) == {other.own_entry.token}
     assert [each.number for each in one.find_live_nodes()] == [0]
-    other.send_heartbeat()
+    other.send_heartbeat_if_due()
     watch(one, time, 1)
     assert one.find_lost_nodes([other.own_entry.token]) == set()
 
@@ -113,7 +119,7 @@ def test_a_node_that_could_not_look_itself_takes_nobody_for_lost(tmp_path, time)
 def test_what_an_earlier_start_left_neither_lives_nor_ends_this_one_and_is_removed(tmp_path, time):
     earlier = NodeRegistry(tmp_path, 1, "gpu1", "h")
     earlier.update_entry(waits_for=1)
-    earlier.propose(Round(1, (earlier.own_entry.token,), False))
+    earlier.create_round_if_absent(Round(1, (earlier.own_entry.token,), False))
     earlier.update_entry(
         ended=Verdict(ExitCode.PREEMPTED, FailureKind.PREEMPTED, "saved", RestartAction.RESTART).dump()
     )
@@ -122,17 +128,19 @@ def test_what_an_earlier_start_left_neither_lives_nor_ends_this_one_and_is_remov
     watch(one, time, 1)
     last = one.read_newest_round()
     assert last is not None and last.members == (earlier.own_entry.token,)
-    assert not one.has_seen_any_heartbeat(last.members) and one.read_exit_codes(last.members) == {}
+    assert (
+        not one.has_heartbeat_since_start(last.members) and one.find_observed_exit_codes(last.members) == {}
+    )
     assert one.find_ended_nodes(last.members) == set(last.members)
     made = plan_next_round(
         last,
         one.find_live_nodes(),
         one.find_ended_nodes(last.members),
         1,
-        continues=one.has_seen_any_heartbeat(last.members),
+        continues=one.has_heartbeat_since_start(last.members),
     )
     assert made == Round(2, (one.own_entry.token,), False)
-    one.propose(made)
+    one.create_round_if_absent(made)
     assert [path.name for path in tmp_path.glob("node-*")] == [f"node-{one.own_entry.token}.json"]
     assert [path.name.split("-")[1] for path in tmp_path.glob("beat-*")] == [one.own_entry.token]
 
@@ -146,8 +154,8 @@ def test_how_a_node_ended_is_known_to_who_saw_it_run(tmp_path, time):
     )
     other.update_entry(ended=verdict.dump())
     watch(one, time, 1)
-    assert one.read_exit_codes([other.own_entry.token]) == {other.own_entry.token: 1}
-    assert one.read_verdict(other.own_entry.token) == verdict
+    assert one.find_observed_exit_codes([other.own_entry.token]) == {other.own_entry.token: 1}
+    assert one.read_peer_verdict(other.own_entry.token) == verdict
     for _ in range(10):
         watch(one, time, 4)
     assert one.find_lost_nodes([other.own_entry.token]) == set()
@@ -161,7 +169,7 @@ def test_of_two_that_make_the_same_round_one_does_and_it_is_whole(tmp_path):
 
     def propose(one: NodeRegistry) -> None:
         both.wait()
-        one.propose(Round(1, (one.own_entry.token,), True))
+        one.create_round_if_absent(Round(1, (one.own_entry.token,), True))
         seen.add(one.read_newest_round())  # which is the one that it takes part in, or does not
 
     threads = [threading.Thread(target=propose, args=(one,)) for one in nodes]
@@ -201,8 +209,8 @@ class Crowd:
                         name = f"beat-{token}-1-{self._beats}-1-fit-"
                         self._files[token] = path.rename(path.with_name(name))
             for watcher in watchers:
-                watcher.send_heartbeat()
-                watcher.poll()
+                watcher.send_heartbeat_if_due()
+                watcher.poll_if_due()
 
 
 @pytest.mark.parametrize(("count", "before"), [(70, 0), (71, 0), (129, 0), (129, 2400), (1024, 0)])
@@ -270,7 +278,7 @@ def test_heartbeats_of_running_nodes_are_rarer_the_more_they_are(tmp_path, time,
     began, counts = time[0], []
     while time[0] < began + 10 * seconds:
         time[0] += 0.25
-        one.send_heartbeat()
+        one.send_heartbeat_if_due()
         (heartbeat,) = (each for each in one.find_live_nodes() if each.number == 0)
         counts.append(heartbeat.count)
     assert len(set(counts)) - 1 == pytest.approx(10, abs=1)
@@ -282,9 +290,9 @@ def test_a_node_that_others_took_for_lost_shows_and_says_again_that_it_lives(tmp
     for path in tmp_path.iterdir():
         path.unlink()
     time[0] += 3
-    one.send_heartbeat()
+    one.send_heartbeat_if_due()
     other = NodeRegistry(tmp_path, 1, "gpu1", "h")
-    other.poll()
+    other.poll_if_due()
     assert other.find_lost_nodes([one.own_entry.token]) == set()
     assert other.read_entry(one.own_entry.token) == one.own_entry
 
@@ -309,5 +317,5 @@ def test_a_disk_that_takes_no_more_ends_no_node(tmp_path, time):
     one = NodeRegistry(tmp_path / "roster", 0, "gpu0", "h")
     Path(tmp_path / "roster").rmdir()
     time[0] += 100
-    one.send_heartbeat()
+    one.send_heartbeat_if_due()
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from bundle import log
 from bundle.errors import ExitCode
 from bundle.launch import nodes, outcomes
 from bundle.launch.causes import FailureKind
-from bundle.launch.process import NodeWait
+from bundle.launch.process import RendezvousWait
 from bundle.launch.rendezvous import discover
 from bundle.launch.verdict import Verdict
 from tests.launch.launched import finish, gone, read_verdict, reserved, start
@@ -91,10 +91,12 @@ def test_a_node_that_fails_in_another_launch_of_the_run_ends_nobody(tmp_path, mo
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     folder = tmp_path / "logs" / "node-1" / "1"
     folder.mkdir(parents=True)
-    starts = nodes.FailedStarts(folder, discover({}, nodes=2, node_rank=1, endpoint="node0:29500"))
+    starts = nodes.PeerStartFailureWatcher(folder, discover({}, nodes=2, node_rank=1, endpoint="node0:29500"))
     assert starts.poll() == ""
     refusal = Verdict(ExitCode.USAGE, FailureKind.REFUSED, "another run is using it", node="gpu7")
-    nodes.report_failed_start(folder, discover({}, nodes=2, node_rank=0, endpoint=f"gpu7:{port}"), refusal)
+    nodes.write_failed_start_verdict(
+        folder, discover({}, nodes=2, node_rank=0, endpoint=f"gpu7:{port}"), refusal
+    )
     assert ("gpu7" in starts.poll(), bool(starts.cause)) == (is_ours, is_ours)
 
 
@@ -103,18 +105,18 @@ def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys
     seconds = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: seconds)
     where = discover({}, nodes=3, node_rank=1, endpoint="node0:29500")
-    waiting, said = NodeWait(where, tmp_path, 1800), []
+    waiting, said = RendezvousWait(where, tmp_path, 1800), []
     for tick in range(3600):
         seconds = tick / 2
-        waiting.report_wait()
+        waiting.log_missing_nodes()
         said += [seconds] if "node 1 of 3" in capsys.readouterr().err else []
     assert said == [10.5, 20.5, 40.5, 80.5, 160.5, 320.5, 640.5, 1280.5]
-    assert not waiting.find_failure() and not waiting.is_over
+    assert not waiting.find_abort_reason() and not waiting.has_met_all_nodes
     seconds = 1801.0
-    assert "node 1 of 3" in waiting.find_failure()
+    assert "node 1 of 3" in waiting.find_abort_reason()
     (tmp_path / "x" / "attempt_0").mkdir(parents=True)
-    assert waiting.is_over and not waiting.find_failure()
-    assert NodeWait(discover({}), tmp_path / "none", 0).is_over
+    assert waiting.has_met_all_nodes and not waiting.find_abort_reason()
+    assert RendezvousWait(discover({}), tmp_path / "none", 0).has_met_all_nodes
 
 
 @pytest.mark.world

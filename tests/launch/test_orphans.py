@@ -13,7 +13,7 @@ import os, sys, threading, time
 from bundle.launch import orphans
 """
 FROM_MAIN = """
-orphans.kill_forks_on_exit()
+orphans.bind_forks_to_parent_death()
 if not os.fork():
     if forked := os.fork():
         print(os.getpid(), forked, flush=True)
@@ -21,7 +21,7 @@ if not os.fork():
 sys.stdin.read()
 """
 FROM_A_THREAD = """
-orphans.kill_forks_on_exit()
+orphans.bind_forks_to_parent_death()
 def fork():
     if not (child := os.fork()):
         time.sleep(600)
@@ -39,7 +39,7 @@ def wait():
         time.sleep(0.01)
 parent = os.getpid()
 os.register_at_fork(after_in_child=wait)
-orphans.kill_forks_on_exit()
+orphans.bind_forks_to_parent_death()
 if not os.fork():
     time.sleep(600)
 sys.stdin.read()

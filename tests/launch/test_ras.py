@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from bundle.launch import network, outcomes, ras
-from bundle.launch.hang import HangResponder
-from bundle.launch.outcomes import Outcome
+from bundle.launch.hang import HangEvidenceCollector
+from bundle.launch.outcomes import RankState
 from bundle.launch.rendezvous import discover
 
 
@@ -67,7 +67,9 @@ def test_pods_of_one_node_do_not_overwrite_what_each_was_told(tmp_path, monkeypa
     (tmp_path / outcomes.HANG_FILE).touch()
     for node_rank in (0, 1):
         rendezvous = discover({}, nodes=2, node_rank=node_rank, endpoint="node0:29500")
-        HangResponder(tmp_path, rendezvous).poll([Outcome(4 * node_rank + n, n, 1, 0.0) for n in range(4)])
+        HangEvidenceCollector(tmp_path, rendezvous).poll_and_write_snapshots(
+            [RankState(4 * node_rank + n, n, 1, 0.0) for n in range(4)]
+        )
     wrote.wait(60)
     assert [connections.node for connections in network.read(tmp_path)] == ["gpu01", "gpu01"]
     written = {path.name.partition(".")[0] for path in tmp_path.glob("*.nccl.txt")}

@@ -74,7 +74,7 @@ def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
 def test_a_log_folder_that_is_removed_is_no_file_system_that_is_gone(tmp_path, messages):
     folder = tmp_path / "logs"
     folder.mkdir()
-    log_storage = storage.LogStorage(folder)
+    log_storage = storage.LogFileSystem(folder)
     assert log_storage.find_failure() == "" and not list(folder.iterdir())
     folder.rmdir()
     messages(log_storage.find_failure())
@@ -109,7 +109,7 @@ def test_a_file_system_without_inodes_is_told_from_one_without_room(tmp_path):
 def test_an_outcome_is_read_from_the_disk_that_could_be_written_last(tmp_path):
     folder, local = tmp_path / "logs", tmp_path / "local"
     folder.mkdir()
-    alive, broken = (outcomes.Outcome(3, 1, 4711, 1.0, code) for code in (None, 1))
+    alive, broken = (outcomes.RankState(3, 1, 4711, 1.0, code) for code in (None, 1))
     outcomes.write_on_any_disk("rank-3.json", alive.__dict__, folder, local)
     assert outcomes.read(folder, local) == [alive] and not local.exists()
     outcomes.write_on_any_disk("rank-3.json", broken.__dict__, tmp_path / "none", local)
@@ -120,7 +120,7 @@ def test_an_outcome_is_written_where_the_log_of_the_rank_cannot_be(tmp_path, mon
     def fail() -> None:
         raise ValueError("corrupt shard 3")
 
-    monkeypatch.setenv(outcomes.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(outcomes.LAUNCH_FOLDER_VARIABLE, str(tmp_path))
     earlier = signal.getsignal(signal.SIGTERM)
     with suppress(OSError), Path("/dev/full").open("w", buffering=1) as log:  # closing it fails as well
         monkeypatch.setattr(sys, "stderr", log)

@@ -12,27 +12,27 @@ from hypothesis import strategies as st
 
 from bundle.errors import ExitCode
 from bundle.launch import verdict as verdicts
-from bundle.launch.causes import KERNEL_RULES, PORT_TAKEN, RANK_RULES, FailureKind, RestartAction
+from bundle.launch.causes import KERNEL_RULES, PORT_IN_USE_MESSAGE, RANK_RULES, FailureKind, RestartAction
 from bundle.launch.causes import find_cause as found_cause
 from bundle.launch.evidence import LaunchEvidence, RankLog
 from bundle.launch.hang import Collective, RankSnapshot
 from bundle.launch.network import NodeConnections
-from bundle.launch.outcomes import Outcome
+from bundle.launch.outcomes import RankState
 from bundle.launch.verdict import Verdict, judge
 
 CODES = [None, *(int(code) for code in ExitCode)]
 EVERYONE = "the group of all ranks"
 
 
-def outcome(rank: int, code: int | None, message: str = "", **more: Any) -> Outcome:
-    return Outcome(rank, rank, 1000 + rank, more.get("time", 0), code, message, more.get("explained", True))
+def outcome(rank: int, code: int | None, message: str = "", **more: Any) -> RankState:
+    return RankState(rank, rank, 1000 + rank, more.get("time", 0), code, message, more.get("explained", True))
 
 
-def broke(rank: int, message: str, time: float = 1) -> Outcome:
+def broke(rank: int, message: str, time: float = 1) -> RankState:
     return outcome(rank, 1, message, time=time, explained=False)
 
 
-def judged(*outcomes: Outcome, **more: Any) -> Verdict:
+def judged(*outcomes: RankState, **more: Any) -> Verdict:
     return judge(LaunchEvidence(more.pop("status", 1), node="gpu07", per_node=4, outcomes=outcomes, **more))
 
 
@@ -279,7 +279,7 @@ def test_without_any_rank_the_launch_itself_did_not_work(messages):
 )
 def test_a_port_that_is_taken_is_no_ranks_fault(said):
     found = judged(agent_log=f"torch.distributed.DistNetworkError: {said}\n")
-    assert found.sentence.startswith(PORT_TAKEN)
+    assert found.sentence.startswith(PORT_IN_USE_MESSAGE)
     assert (found.kind, found.action) == (FailureKind.LAUNCH, RestartAction.STOP)
 
 

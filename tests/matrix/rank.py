@@ -28,7 +28,7 @@ def train(case: Case, runtime) -> list[list[float]]:
 
     recipe = case.recipe()
     with runtime.megatron_calls():
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     device = world.device(runtime)
     engine = Engine(recipe, runtime, state, device)
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
@@ -57,7 +57,7 @@ def train(case: Case, runtime) -> list[list[float]]:
         ).sum()
         dist.all_reduce(scores, group=state.dp.group)
         seen.append([losses.main, *losses.mtp, float(scores), result.grad_norm])
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return seen
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bundle.errors import JobFailed
-from bundle.mcore.context import ForcedRoutes, RouterChoices, Slot, is_in_backward
+from bundle.mcore.context import ForcedRoutes, ProcessWideOverride, RouterChoices, is_in_backward
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def router() -> torch.nn.Module:
 
 
 def test_a_slot_is_restored_after_an_error_and_is_the_same_in_every_thread():
-    slot = Slot("before")
+    slot = ProcessWideOverride("before")
     seen: list[str] = []
     with pytest.raises(ZeroDivisionError), slot.set("during"):
         thread = threading.Thread(target=lambda: seen.append(slot.get()))

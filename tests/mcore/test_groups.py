@@ -50,9 +50,9 @@ def drawn() -> list[dict[str, str]]:
     found = []
     for seed, stage, after in product((1, 2), STAGES, STEPS):
         parallel_state.set_pipeline_model_parallel_rank(stage)
-        groups.seed_random_states(seed, completed_steps=after)
+        groups.seed_model_parallel_rng(seed, completed_steps=after)
         tracker, values = tensor_parallel.get_cuda_rng_tracker(), {}
-        for name in groups.get_random_states():
+        for name in groups.get_rng_tracker_states():
             with tracker.fork(name):
                 values[name] = hashlib.sha256(torch.rand(64).numpy().tobytes()).hexdigest()
         found.append(values)
@@ -74,7 +74,7 @@ def describe_last_rank(layout: Parallel, world: int) -> dict[str, Any]:
     from bundle.mcore import groups
 
     with runtime.megatron_calls():
-        made = groups.initialize(layout, seed=1, timeout_seconds=60)
+        made = groups.create_model_parallel_groups(layout, seed=1, timeout_seconds=60)
         random = {"drawn": drawn(), "drawn again": drawn()}
     axes = ("tp", "pp", "cp", "ep", "etp", "dp")
     return random | {"sizes": {"vpp": made.vpp} | {axis: getattr(made, axis).group.size() for axis in axes}}

@@ -14,7 +14,12 @@ pytest.importorskip("megatron.core")
 
 from benchmarks.sequences import operations
 from bundle.mcore import packed_sequences
-from bundle.mcore.packed_sequences import build_packed_seq_params, compute_positions, roll_packed, to_host
+from bundle.mcore.packed_sequences import (
+    build_packed_seq_params,
+    compute_positions_and_starts,
+    roll_packed,
+    to_host,
+)
 from bundle.packing.packing import Packing
 from bundle.recipe.alignment import Alignment
 
@@ -119,20 +124,20 @@ def test_twice_rolled_is_two_tokens_later_and_boundaries_changed_in_place_are_se
 
 def test_boundaries_written_to_in_every_step_keep_what_was_computed_last_alone():
     boundaries = torch.tensor([0, 3, 8], dtype=torch.int32)
-    before = len(packed_sequences._DEVICE_RESULTS)
+    before = len(packed_sequences._RESULTS_BY_BOUNDARIES)
     for middle in range(1, 8):
         boundaries[1] = middle
-        compute_positions(boundaries, 8), roll_packed(torch.ones(1, 8), boundaries)
-    assert len(packed_sequences._DEVICE_RESULTS) == before + 1
-    assert len(packed_sequences._DEVICE_RESULTS[boundaries][1]) == 2
+        compute_positions_and_starts(boundaries, 8), roll_packed(torch.ones(1, 8), boundaries)
+    assert len(packed_sequences._RESULTS_BY_BOUNDARIES) == before + 1
+    assert len(packed_sequences._RESULTS_BY_BOUNDARIES[boundaries][1]) == 2
 
 
 def test_boundaries_made_in_inference_mode_are_read_at_each_call():
     with torch.inference_mode():
         boundaries = torch.tensor([0, 3, 8], dtype=torch.int32)
-        assert compute_positions(boundaries, 8)[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+        assert compute_positions_and_starts(boundaries, 8)[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
         boundaries[1] = 6
-        assert compute_positions(boundaries, 8)[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+        assert compute_positions_and_starts(boundaries, 8)[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
 def test_rolling_takes_as_many_operations_for_any_number_of_sequences_and_reads_none_back():
@@ -154,7 +159,7 @@ def test_every_row_knows_its_position_and_where_its_sequence_begins(halves, rank
     begin = torch.cat([torch.full((n,), b) for n, b in zip(lengths, begins, strict=False)])
     for rank in range(ranks):
         group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
-        seen = compute_positions(torch.tensor(begins, dtype=torch.int32), len(own) // ranks, group)
+        seen = compute_positions_and_starts(torch.tensor(begins, dtype=torch.int32), len(own) // ranks, group)
         for mine, whole in zip(seen, (own, begin), strict=True):
             assert mine.tolist() == zigzag(whole, lengths, ranks, rank).tolist()
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from bundle.mcore.unpickling import restrict_to_data, restrict_to_weights
+from bundle.mcore.unpickling import force_weights_only_load, restrict_to_data
 
 RECIPES, LAYERS = "transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine"
 
@@ -113,7 +113,7 @@ def test_the_common_state_may_name_members_too(tmp_path):
 
     torch.save({"type": Named()}, tmp_path / "common.pt")
     torch.save({"type": Hidden()}, tmp_path / "hidden.pt")
-    with restrict_to_weights():
+    with force_weights_only_load():
         assert torch.load(tmp_path / "common.pt")["type"] is ModelType.encoder_or_decoder
         with pytest.raises(pickle.UnpicklingError, match="__init_subclass__"):
             torch.load(tmp_path / "hidden.pt")

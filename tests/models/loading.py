@@ -42,7 +42,9 @@ def main(directory: Path, layout: str, out: Path) -> None:
 
         release = megatron.core.__version__
         code = MegatronCode(Version(release))
-        packed = form == "thd" and not packages.is_within(release, "<0.16")  # the trap mtp-packed
+        packed = form == "thd" and not packages.is_base_version_within(
+            release, "<0.16"
+        )  # the trap mtp-packed
         cases = (
             (name, name) for name in names if not find_missing_feature(CONFIGS[name]["model_type"], code)
         )
@@ -66,20 +68,20 @@ def compared(
     job = recipe(CONFIGS[name], parallel, packed=packed)
     job = job.model_copy(update={"model": job.model.model_copy(update={"path": str(directory)})})
     wanted = weights.megatron_layout(CONFIGS[name], weights.drawn(CONFIGS[name], SEED))
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     chunks = engine.models
     found = [
         named
         for chunk in chunks
-        for named in (*naming.find_parameters(chunk, made), *naming.find_buffers(chunk, made))
+        for named in (*naming.find_parameters(chunk, made), *naming.find_expert_biases(chunk, made))
     ]
     exporting.export(out, job, chunks, made)
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
     exported = differences(directory, out)
     converted = through_torch_dist(directory, out.with_name(f"{out.name} converted"), job, chunks, found)
     predicted = of_predictions(engine, name, "thd" if packed else "bshd")
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return len(found), wrong + exported + converted, predicted
 
 
@@ -101,7 +103,7 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
     def state():
         sharded = {}
         for number, chunk in enumerate(chunks):
-            gpt.set_current_chunk(number if len(chunks) > 1 else None)
+            gpt.set_chunk_if_interleaved(number if len(chunks) > 1 else None)
             sharded[f"model{number}"] = chunk.sharded_state_dict(metadata=content)
         return sharded
 
@@ -115,7 +117,7 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
         checkpoints.write(state(), saved)
     wrong = []
     if first:
-        conversion.to_hugging_face(
+        conversion.write_full_hugging_face_model(
             torch_dist.TorchDistCheckpoint(saved), PublishedModel.from_recipe(job), out, "fp32"
         )
         wrong = differences(directory, out)
@@ -127,7 +129,7 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
         for named in found:
             named.parameter.fill_(torch.nan)
     with unpickling.restrict_to_data():
-        loaded = checkpoints.read(state(), conversion.find_newest(imported))
+        loaded = checkpoints.read(state(), conversion.resolve_tracked_checkpoint(imported))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
     lost = [n.name for n, was in zip(found, before, strict=True) if not torch.equal(n.parameter, was)]

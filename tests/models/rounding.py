@@ -28,7 +28,7 @@ def main(directory: Path, name: str, out: Path) -> None:
         still = job.model.moe.model_copy(update={"bias_update_rate": 0.0})
         changes = {"path": str(directory), "dtype": "bf16", "moe": still}
         job = job.model_copy(update={"model": job.model.model_copy(update=changes)})
-        made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+        made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
         engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
         engine.forward_backward(micro_batches(engine, oracle.sequences_of(name), "bshd", "token"))
         engine.step()

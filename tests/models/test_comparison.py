@@ -43,7 +43,7 @@ def test_names_shapes_and_kinds_of_numbers_are_told_apart(messages):
 
 @pytest.mark.parametrize("at_once", [2, 2**22])
 def test_values_are_as_far_apart_as_the_farthest(monkeypatch, at_once, messages):
-    monkeypatch.setattr(conversion, "_CHUNK_VALUES", at_once)
+    monkeypatch.setattr(conversion, "_COMPARISON_CHUNK_VALUES", at_once)
     first, second = torch.tensor([[1.0, -8.0, 2.0], [0.0, 4.0, 3.0]]), torch.zeros(2, 3)
     second.copy_(first)
     second[1, 1] += 2

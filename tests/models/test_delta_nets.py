@@ -12,7 +12,7 @@ from bundle.errors import UsageError
 from bundle.mcore import gated_delta
 from bundle.models import conversion
 from bundle.models.gpt import initialize
-from bundle.models.naming import NamedTensor, Shard
+from bundle.models.naming import GloballyNamedTensor, Shard
 from bundle.pretrained import PretrainedWeights
 from bundle.pretrained.matching import find_model_weights
 from tests.planning.jobs import QWEN3_NEXT
@@ -44,7 +44,7 @@ def test_kernels_of_gpus_are_not_called_on_the_cpu(monkeypatch):
     """Where flash-linear-attention can be imported, too."""
     theirs = pytest.importorskip("megatron.core.ssm.gated_delta_net")
     monkeypatch.setattr(theirs, "HAVE_FLA", True)
-    assert gated_delta._choose_class.__wrapped__() is not theirs.GatedDeltaNet
+    assert gated_delta._choose_fla_or_torch_class.__wrapped__() is not theirs.GatedDeltaNet
 
 
 def test_the_sum_of_squares_of_a_norm_is_in_float32():
@@ -83,9 +83,9 @@ def test_first_weights_leave_what_goes_through_norms_as_it_is():
         f"{AT}out_norm.weight": 1.0,
         f"{AT}dt_bias": 1.0,
     }
-    named = [NamedTensor(name, torch.full((8,), 7.0), None) for name in names]
-    decays = [NamedTensor(f"{AT}A_log", torch.empty(4), Shard(0, rank, 2)) for rank in range(2)]
-    whole = NamedTensor(f"{AT}A_log", torch.empty(8), None)
+    named = [GloballyNamedTensor(name, torch.full((8,), 7.0), None) for name in names]
+    decays = [GloballyNamedTensor(f"{AT}A_log", torch.empty(4), Shard(0, rank, 2)) for rank in range(2)]
+    whole = GloballyNamedTensor(f"{AT}A_log", torch.empty(8), None)
     initialize([*named, *decays, whole], seed=3, std=0.02, num_layers=4, centered=True)
     for item, value in zip(named, names.values(), strict=True):
         assert torch.equal(item.parameter, torch.full((8,), value)), item.name

@@ -5,7 +5,7 @@ import math
 import torch
 
 from bundle.models.adapters import initialize_matrices
-from bundle.models.naming import NamedTensor
+from bundle.models.naming import GloballyNamedTensor
 
 
 def test_a_is_kaiming_uniform_and_b_zero():
@@ -13,7 +13,8 @@ def test_a_is_kaiming_uniform_and_b_zero():
     rank, columns = 64, 400
     a, b = torch.full((rank, columns), math.nan), torch.full((columns, rank), math.nan)
     initialize_matrices(
-        [NamedTensor("x.lora_A.weight", a, None), NamedTensor("x.lora_B.weight", b, None)], seed=3
+        [GloballyNamedTensor("x.lora_A.weight", a, None), GloballyNamedTensor("x.lora_B.weight", b, None)],
+        seed=3,
     )
     wanted = torch.nn.init.kaiming_uniform_(torch.empty(rank, columns), a=math.sqrt(5))
     bound = 1 / math.sqrt(columns)

@@ -10,7 +10,7 @@ from bundle import files
 from bundle.architectures.tensors import Tensors
 from bundle.errors import JobFailed
 from bundle.models import exporting
-from bundle.pretrained.replacing import MANIFEST
+from bundle.pretrained.replacing import MANIFEST_FILE_NAME
 from tests.checkpoints.faults import full_disk
 from tests.models.test_loading import alone as alone
 from tests.models.trees import Weight, chunk, groups
@@ -32,7 +32,7 @@ def test_a_full_disk_is_one_message_and_leaves_what_was_there(tmp_path, alone, m
     tree = model(job)
     exporting.export(place, job, [tree], groups())
     before = {path.name: path.read_bytes() for path in place.iterdir()}
-    assert before.keys() == {"config.json", "model.safetensors", MANIFEST}
+    assert before.keys() == {"config.json", "model.safetensors", MANIFEST_FILE_NAME}
     with torch.no_grad():
         tree.get_parameter("decoder.final_layernorm.weight").fill_(2)
     for room in (1, 2**12, 2**16, len(before["model.safetensors"]) - 1):  # in header, tensors, at the end

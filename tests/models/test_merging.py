@@ -60,7 +60,7 @@ def test_every_weight_is_merged_as_peft_does(case, tmp_path):
     of, directory, matrices, wanted = case
     job = recipe(directory, of)
     saved = checkpoint(tmp_path / "saved", matrices)
-    conversion.to_hugging_face(
+    conversion.write_full_hugging_face_model(
         saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
     )
     written = families.tensors(tmp_path / "hf")
@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
 
     job = recipe(directory, of)
     saved = checkpoint(tmp_path / "saved", matrices)
-    conversion.to_hugging_face(
+    conversion.write_full_hugging_face_model(
         saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
     )
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -113,7 +113,7 @@ def test_matrices_that_are_missing_or_of_another_shape_are_named(case, tmp_path)
     others = {name: value for name, value in matrices.items() if name != first}
     saved = checkpoint(tmp_path / "saved", others | {second: torch.zeros(2, 2)})
     with pytest.raises(UsageError) as error:
-        conversion.to_hugging_face(
+        conversion.write_full_hugging_face_model(
             saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
         )
     assert {line.split()[0] for line in error.value.violations} == {first, second}
@@ -132,7 +132,7 @@ def test_weights_that_are_not_finite_are_named(case, tmp_path):
         job = recipe(directory, of)
         saved = checkpoint(tmp_path / "saved", matrices)
         with pytest.raises(UsageError) as error:
-            conversion.to_hugging_face(
+            conversion.write_full_hugging_face_model(
                 saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
             )
         assert name in error.value.violations[0] and not (tmp_path / "hf").exists()

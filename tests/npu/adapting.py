@@ -26,7 +26,7 @@ def main() -> None:
     log = logging.NullHandler()
     logging.getLogger().addHandler(log)
     before = list(sys.argv), list(logging.getLogger().handlers)
-    runtime = backends.prepare("ascend", latent.recipe())
+    runtime = backends.set_up_runtime("ascend", latent.recipe())
     targets = {
         replacement.target
         for patch in PATCHES
@@ -40,8 +40,8 @@ def main() -> None:
         "owned": sorted(filter(is_replaced_by_mindspeed, targets)),
         "unchanged": before == (list(sys.argv), list(logging.getLogger().handlers)),
         "fp8": refusal(lambda: runtime.build_config_options(fp8)),
-        "another job": refusal(lambda: backends.prepare("ascend", fp8)),
-        "without": refusal(lambda: backends.prepare("ascend")),
+        "another job": refusal(lambda: backends.set_up_runtime("ascend", fp8)),
+        "without": refusal(lambda: backends.set_up_runtime("ascend")),
     }
     print(json.dumps(seen))
 

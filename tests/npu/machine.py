@@ -34,6 +34,6 @@ if __name__ == "__main__":
         patch.object(machine, "get_local_machine", local),
         patch.object(hardware, "get_local_machine", local),
         patch.object(acceptance, "PROGRAM_MODULE", "tests.npu.machine"),
-        patch.object(acceptance, "VERIFIED_PATCHES", ("mla-without-te-linear",)),
+        patch.object(acceptance, "PATCH_IDS_TO_VERIFY", ("mla-without-te-linear",)),
     ):
         main()

@@ -9,7 +9,7 @@ import sys
 
 from bundle import backends
 from bundle.backends import compiling
-from bundle.capabilities.ascend import FACADE
+from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
 from tests import world
 
 
@@ -29,10 +29,10 @@ def stands(target: str) -> bool:
 
 
 def main() -> None:
-    backends.prepare(world.backend())
+    backends.set_up_runtime(world.backend())
     import bundle.engine  # noqa: F401  what it imports is there
 
-    print(json.dumps([target for target in FACADE if stands(target)]))
+    print(json.dumps([target for target in REPLACEMENT_REASONS_BY_TARGET if stands(target)]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main(directory: Path, layout: str) -> None:
     runtime, _ = start_rank()
     from bundle.backends.ascend import attention, vision
     from bundle.engine import Engine
-    from bundle.models.vision import build_decoder_input
+    from bundle.models.vision import build_multimodal_decoder_input
 
     said: list[str] = []
     fused, log_probs = attention.call_fused_attention, Engine.compute_log_probs
@@ -53,7 +53,7 @@ def main(directory: Path, layout: str) -> None:
                     labels=given.labels,
                     loss_mask=given.loss_mask,
                     packed_seq_params=given.packed_seq_params,
-                    decoder_input=build_decoder_input(model, given.ids, given.images),
+                    decoder_input=build_multimodal_decoder_input(model, given.ids, given.images),
                 )
         except JobFailed as error:
             said.append(str(error))

@@ -27,7 +27,7 @@ def test_emulated_npus_are_accepted_as_emulated(folder):  # noqa: F811
     assert {part["name"]: part["status"] for part in told["parts"]} == dict.fromkeys(PARTS, "passed")
     assert told["parts"][-1]["cause"] == f"on {told['device']} proven {LOCAL_PATCH}"
     (row,) = compatibility.recorded(file)
-    assert row.hardware == ""
+    assert row.device_name_unless_emulated == ""
     file.write_text(json.dumps(told | {"combination": told["combination"] | {"device": "910B3"}}))
     with pytest.raises(UsageError, match="910B3"):
         compatibility.recorded(file)

@@ -37,8 +37,8 @@ WITHOUT_FIRST = """
 from dataclasses import replace
 from bundle import backends
 from tests.npu.training import CASES
-backends.prepare("ascend")
-backends.prepare("ascend", replace(CASES[0], mindspeed=True).recipe())
+backends.set_up_runtime("ascend")
+backends.set_up_runtime("ascend", replace(CASES[0], mindspeed=True).recipe())
 """
 
 
@@ -62,12 +62,12 @@ def checked_out(clone: str, commit: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=[of.branch for of in mindspeed.MINDSPEED_BRANCHES])
+@pytest.fixture(scope="module", params=[of.branch for of in mindspeed.SUPPORTED_TRAINING_BRANCHES])
 def trees(request, tmp_path_factory):
     clone, megatrons = os.environ.get("MINDSPEED"), os.environ.get("MEGATRON_HISTORY")
     if not clone:
         pytest.skip("MINDSPEED names no clone of MindSpeed")
-    branch = next(of for of in mindspeed.MINDSPEED_BRANCHES if of.branch == request.param)
+    branch = next(of for of in mindspeed.SUPPORTED_TRAINING_BRANCHES if of.branch == request.param)
     if version := RELEASES.get(branch.branch):
         megatron = Path(os.environ.get("BUNDLE_RELEASES", ""), version)
         if not megatron.is_dir():

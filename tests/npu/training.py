@@ -105,7 +105,7 @@ def train(case: Case, runtime: Any) -> list[list[float]]:
     job = case.recipe()
     device = world.device(runtime)
     with runtime.megatron_calls():
-        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(job.parallel, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, device)
     assert all(p.device == device for model in engine.models for p in model.parameters())
     each = MICRO_BATCHES // state.dp.size
@@ -117,7 +117,7 @@ def train(case: Case, runtime: Any) -> list[list[float]]:
         result = engine.step()
         losses = engine.take_losses()
         seen.append([losses.main, *losses.mtp, result.grad_norm])
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return seen
 
 

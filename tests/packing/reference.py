@@ -19,7 +19,9 @@ def shard_of(buffer, padding, alignment, rank):
     """What one context-parallel rank holds of a padded buffer."""
     cp = alignment.cp
     if alignment.layout == "thd":
-        return torch.cat([divided(s, cp, rank) for s in buffer.split(padding.rows, dim=1)], dim=1)
+        return torch.cat(
+            [divided(s, cp, rank) for s in buffer.split(padding.padded_lengths_with_tail, dim=1)], dim=1
+        )
     return divided(buffer, cp, rank)
 
 

@@ -17,12 +17,12 @@ def everything(count, device):
     packing = Packing.from_lengths(lengths, ALIGNMENT, rank=1, device=device)
     ids = torch.ones(sum(lengths), dtype=torch.int64, device=device)
     routes = torch.ones(sum(lengths), 4, 2, dtype=torch.int16, device=device)
-    packing.spread(torch.ones(count, device=device))
-    shard = packing.pack(routes, fill=3)
+    packing.repeat_per_packed_row(torch.ones(count, device=device))
+    shard = packing.pack_concatenated(routes, fill=3)
     return (
-        *(packing.pack(ids, roll=roll) for roll in (0, 1, 2)),
+        *(packing.pack_concatenated(ids, roll=roll) for roll in (0, 1, 2)),
         *(packing.positions, packing.valid, packing.cu_seqlens, packing.cu_seqlens_padded),
-        *packing.split(packing.unpack(torch.cat((shard, shard)))),
+        *packing.split_concatenated(packing.unpack_gathered_shards(torch.cat((shard, shard)))),
     )
 
 

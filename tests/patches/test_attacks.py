@@ -10,8 +10,8 @@ import pytest
 
 from bundle.environment.packages import InstalledPackages
 from bundle.patches import PatchAction
-from bundle.patches.megatron_core import find_named_core
 from bundle.patches.megatron_core import load_review_table as load_table
+from bundle.patches.megatron_core import resolve_core_path_or_version
 from bundle.patches.plan import Survey, survey_patches
 from tests.patches.test_plan import EMPTY
 
@@ -125,7 +125,11 @@ def decided(root: Path) -> Survey:
     started = time.process_time()
     stack: InstalledPackages = EMPTY
     found = survey_patches(
-        find_named_core(str(root), load_table()), load_table(), stack, backend="cuda", features=features
+        resolve_core_path_or_version(str(root), load_table()),
+        load_table(),
+        stack,
+        backend="cuda",
+        features=features,
     )
     assert time.process_time() - started < LIMIT
     return found

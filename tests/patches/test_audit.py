@@ -5,15 +5,20 @@ from pathlib import Path
 from bundle.environment.packages import InstalledPackages
 from bundle.environment.search import build_search_path
 from bundle.patches.audit import ENTRIES, Audit, audit
-from bundle.patches.entry import Patch, resolve_features
-from bundle.patches.megatron_core import ReviewTable, find_named_core, load_review_table
+from bundle.patches.entry import Patch, add_universal_features
+from bundle.patches.megatron_core import ReviewTable, load_review_table, resolve_core_path_or_version
 
 ALONE = InstalledPackages(build_search_path([], "", Path("/")))  # no framework
 
 
 def audited(version: str, features: str = "", table: ReviewTable | None = None) -> Audit:
     table = table or load_review_table()
-    return audit(find_named_core(version, table), table, ALONE, resolve_features(features.split(",")))
+    return audit(
+        resolve_core_path_or_version(version, table),
+        table,
+        ALONE,
+        add_universal_features(features.split(",")),
+    )
 
 
 def ids(found: Audit) -> set[str]:

@@ -2,7 +2,7 @@
 
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Seam
-from bundle.patches.megatron_core import DefectReader, load_commits_by_digest, load_review_table
+from bundle.patches.megatron_core import DefectReader, load_commits_by_target_fingerprint, load_review_table
 from tests.patches.trees import Release, edited
 from tools.patches import review
 
@@ -18,7 +18,7 @@ METHOD = "        self._apply_expert_bias(routing_map)\n        return probs"
 
 
 def reviewed(definitions: Definitions) -> tuple[str, ...]:
-    found = DefectReader(None, definitions, load_review_table()).read_seam(
+    found = DefectReader(None, definitions, load_review_table()).read_unreviewed_seam(
         Seam(id="s", targets=(ROUTING,), use="", why="")
     )
     assert found is not None
@@ -38,7 +38,7 @@ def test_anything_else_is_not(release: Release):
 
 def test_only_targets_are_listed_and_nothing_that_a_release_has():
     by_code, by_signature = review.declared()
-    for target, known in load_commits_by_digest().items():
+    for target, known in load_commits_by_target_fingerprint().items():
         assert target in by_code | by_signature
         for fingerprint, said in known.items():
             commit, _, differs = said.partition(" ")

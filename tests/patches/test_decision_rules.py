@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from bundle.patches.decision_rules import PatchContext, decide, decide_seam, decide_trap, mark_conflicts
+from bundle.patches.decision_rules import (
+    PatchContext,
+    decide_patch,
+    decide_trap,
+    find_seam_drift,
+    mark_conflicts,
+)
 from bundle.patches.entry import (
-    NO_ASSUMPTION,
+    NO_CALLER_ASSUMPTION,
     Decision,
     DefectKind,
     Patch,
@@ -17,7 +23,7 @@ from bundle.patches.entry import (
     Trap,
     detect_in_definitions,
 )
-from bundle.patches.megatron_core import VERSION_ONLY, Reading
+from bundle.patches.megatron_core import VERSION_ONLY_READING, Reading
 
 TARGET = "megatron.core.a:f"
 PATCH = Patch(
@@ -63,7 +69,7 @@ def test_a_row_of_the_table(
     value: str,
     messages,
 ):
-    decision = decide(PATCH, replace(reading, presence=evidence), job)
+    decision = decide_patch(PATCH, replace(reading, presence=evidence), job)
     assert (decision.action, decision.proven) == (action, proven)
     assert value in decision.reason
     messages(decision.reason)
@@ -80,7 +86,7 @@ def test_a_row_of_the_table(
     ],
 )
 def test_a_number_alone_decides_but_proves_nothing(version: str, action: PatchAction):
-    decision = decide(PATCH, VERSION_ONLY, PatchContext(version=version))
+    decision = decide_patch(PATCH, VERSION_ONLY_READING, PatchContext(version=version))
     assert (decision.action, decision.proven, decision.presence) == (action, False, Presence.UNKNOWN)
     assert "--mcore PATH" in decision.reason
     assert decision.targets == (TARGET,) and decision.fingerprints == ()
@@ -88,24 +94,24 @@ def test_a_number_alone_decides_but_proves_nothing(version: str, action: PatchAc
 
 def test_a_tree_without_a_version_is_decided_by_its_source():
     nameless = PatchContext(version=None)
-    assert decide(PATCH, REVIEWED, nameless).action is PatchAction.APPLY
-    assert decide(PATCH, Reading(A), nameless).action is PatchAction.SKIP
-    assert decide(PATCH, Reading(U), nameless).action is PatchAction.DRIFT
+    assert decide_patch(PATCH, REVIEWED, nameless).action is PatchAction.APPLY
+    assert decide_patch(PATCH, Reading(A), nameless).action is PatchAction.SKIP
+    assert decide_patch(PATCH, Reading(U), nameless).action is PatchAction.DRIFT
 
 
 @pytest.mark.parametrize("reading", [REVIEWED, CHANGED, GONE])
 def test_what_nobody_vouches_for_is_left_out_by_name(reading: Reading):
     assuming = PATCH._replace(assumes="the caller sums")
     strangers = replace(IN, vouched=frozenset({"q"}))
-    decision = decide(assuming, reading, strangers)
+    decision = decide_patch(assuming, reading, strangers)
     assert (decision.action, decision.stops) == (PatchAction.UNVOUCHED, False)
     assert assuming.assumes in decision.reason
-    own = decide(assuming, reading, IN)
-    assert decide(assuming, reading, replace(IN, vouched=frozenset({"p"}))) == own
-    assert decide(PATCH._replace(assumes=NO_ASSUMPTION), reading, strangers).action is own.action
-    assert decide(assuming, replace(reading, presence=A), strangers).action is PatchAction.SKIP
+    own = decide_patch(assuming, reading, IN)
+    assert decide_patch(assuming, reading, replace(IN, vouched=frozenset({"p"}))) == own
+    assert decide_patch(PATCH._replace(assumes=NO_CALLER_ASSUMPTION), reading, strangers).action is own.action
+    assert decide_patch(assuming, replace(reading, presence=A), strangers).action is PatchAction.SKIP
     without = replace(strangers, features=frozenset({"mla"}))
-    assert decide(assuming, REVIEWED, without).action is PatchAction.SKIP
+    assert decide_patch(assuming, REVIEWED, without).action is PatchAction.SKIP
 
 
 def test_what_the_job_does_not_need_is_skipped(messages):
@@ -118,76 +124,76 @@ def test_what_the_job_does_not_need_is_skipped(messages):
         (elsewhere, replace(IN, backend="cuda"), "cpu"),
         (newer, old, "2.6.0+cpu"),
     ):
-        decision = decide(patch, REVIEWED, job)
+        decision = decide_patch(patch, REVIEWED, job)
         assert decision.action is PatchAction.SKIP and value in decision.reason
         messages(decision.reason)
-    assert decide(newer, REVIEWED, replace(IN, packages={"torch": "2.8.0"})).action is PatchAction.APPLY
-    unknown = decide(newer, REVIEWED, IN).reason
+    assert decide_patch(newer, REVIEWED, replace(IN, packages={"torch": "2.8.0"})).action is PatchAction.APPLY
+    unknown = decide_patch(newer, REVIEWED, IN).reason
     assert "torch" in unknown and ">=2.8" in unknown
     messages(unknown)
     for job in (lacking, old):
-        assert not decide(newer, REVIEWED, job).stops
+        assert not decide_patch(newer, REVIEWED, job).stops
 
 
 def test_a_drift_that_the_job_does_not_meet_is_a_warning():
     lacking = replace(IN, features=frozenset({"mla"}))
-    assert decide(PATCH, CHANGED, lacking).action is PatchAction.DRIFT
-    assert not decide(PATCH, CHANGED, lacking).stops
+    assert decide_patch(PATCH, CHANGED, lacking).action is PatchAction.DRIFT
+    assert not decide_patch(PATCH, CHANGED, lacking).stops
     needed = replace(IN, features=frozenset({"mla", "packed", "cp"}))
-    assert decide(PATCH, CHANGED, needed).stops
+    assert decide_patch(PATCH, CHANGED, needed).stops
     # not even a warning on another backend
     assert (
-        decide(PATCH._replace(backends=("cpu",)), CHANGED, replace(IN, backend="cuda")).action
+        decide_patch(PATCH._replace(backends=("cpu",)), CHANGED, replace(IN, backend="cuda")).action
         is PatchAction.SKIP
     )
 
 
 def test_an_allowed_drift_is_applied_where_there_is_something_to_wrap(messages):
     allowed = replace(IN, allowed=frozenset({"p"}))
-    changed = decide(PATCH, CHANGED, allowed)
+    changed = decide_patch(PATCH, CHANGED, allowed)
     assert changed.action is PatchAction.APPLY and not changed.stops
-    assert decide(PATCH, REVIEWED, IN).reason != changed.reason and TARGET in changed.reason
+    assert decide_patch(PATCH, REVIEWED, IN).reason != changed.reason and TARGET in changed.reason
     messages(changed.reason)
-    gone = decide(PATCH, GONE, allowed)
+    gone = decide_patch(PATCH, GONE, allowed)
     assert gone.action is PatchAction.DRIFT and not gone.stops
 
 
 def test_an_opt_in_patch_waits_to_be_asked_for(messages):
     patch = PATCH._replace(opt_in=True)
     # not even a warning for who did not
-    assert decide(patch, CHANGED, IN).action is PatchAction.SKIP
-    waiting = decide(patch, REVIEWED, IN)
+    assert decide_patch(patch, CHANGED, IN).action is PatchAction.SKIP
+    waiting = decide_patch(patch, REVIEWED, IN)
     assert waiting.action is PatchAction.SKIP and "--request p" in waiting.reason
     messages(waiting.reason)
     asked = replace(IN, requested=frozenset({"p"}))
-    assert decide(patch, REVIEWED, asked).action is PatchAction.APPLY
+    assert decide_patch(patch, REVIEWED, asked).action is PatchAction.APPLY
 
 
 @pytest.mark.parametrize("reading", [Reading(A), GONE, CHANGED])
 def test_a_requested_patch_that_cannot_apply_stops_the_job(reading: Reading):
-    assert decide(PATCH, reading, replace(IN, requested=frozenset({"p"}))).stops
+    assert decide_patch(PATCH, reading, replace(IN, requested=frozenset({"p"}))).stops
 
 
 def test_an_optional_target_may_be_gone_but_not_all_of_them(messages):
     other = "megatron.core.a:g"
     both = tuple(Replacement(name, "a:w", optional=True) for name in (TARGET, other))
     patch = PATCH._replace(replacements=both)
-    one = decide(patch, replace(REVIEWED, nearest_names={other: ()}), IN)
+    one = decide_patch(patch, replace(REVIEWED, nearest_names={other: ()}), IN)
     assert one.action is PatchAction.APPLY and one.targets == (TARGET,)
-    none = decide(patch, Reading(P, nearest_names={TARGET: (), other: ()}), IN)
+    none = decide_patch(patch, Reading(P, nearest_names={TARGET: (), other: ()}), IN)
     assert none.action is PatchAction.DRIFT and TARGET in none.reason and other in none.reason
     messages(none.reason)
 
 
 def test_source_that_cannot_be_read_is_a_drift_that_says_why():
-    decision = decide(PATCH, Reading(U, read_error="a.py: SyntaxError"), IN)
+    decision = decide_patch(PATCH, Reading(U, read_error="a.py: SyntaxError"), IN)
     assert decision.action is PatchAction.DRIFT and "a.py: SyntaxError" in decision.reason
 
 
 def test_two_trees_are_a_conflict():
-    decision = decide(PATCH, REVIEWED, replace(IN, conflict="core from a, training from b"))
+    decision = decide_patch(PATCH, REVIEWED, replace(IN, conflict="core from a, training from b"))
     assert decision.action is PatchAction.CONFLICT and decision.stops
-    assert decide(PATCH, Reading(A), replace(IN, conflict="x")).action is PatchAction.SKIP
+    assert decide_patch(PATCH, Reading(A), replace(IN, conflict="x")).action is PatchAction.SKIP
 
 
 ROUTING = "megatron.core.transformer.moe.router:TopKRouter.routing"
@@ -200,13 +206,13 @@ COMMIT = "d0d5809d4323eb908f89e87958de254465eb57b4"
 def test_a_target_that_mindspeed_replaces_is_its_own(target: str, backend: str | None):
     patch = PATCH._replace(replacements=(Replacement(target, "a:w"),))
     present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
-    decision = decide(patch, present, replace(IN, backend=backend, mindspeed=(COMMIT,)))
+    decision = decide_patch(patch, present, replace(IN, backend=backend, mindspeed=(COMMIT,)))
     assert (decision.action, decision.proven) == (PatchAction.OWNED, True)
     assert "core_r0.15.3" in decision.reason and not decision.stops
-    unknown = decide(patch, present, replace(IN, mindspeed=("0" * 40,)))
+    unknown = decide_patch(patch, present, replace(IN, mindspeed=("0" * 40,)))
     assert (unknown.action, unknown.proven) == (PatchAction.OWNED, False)
     asked = replace(IN, mindspeed=(COMMIT,), requested=frozenset({"p"}))
-    assert decide(patch, present, asked).action is PatchAction.APPLY
+    assert decide_patch(patch, present, asked).action is PatchAction.APPLY
 
 
 def test_mindspeed_owns_nothing_on_other_backends_nor_what_it_only_wraps():
@@ -215,23 +221,25 @@ def test_mindspeed_owns_nothing_on_other_backends_nor_what_it_only_wraps():
         patch = PATCH._replace(replacements=(Replacement(target, "a:w"),))
         present = Reading(P, {target: "aa"}, {target: ("0.17.1",)})
         job = replace(IN, backend=backend, mindspeed=(COMMIT,))
-        assert decide(patch, present, job).action is PatchAction.APPLY
+        assert decide_patch(patch, present, job).action is PatchAction.APPLY
 
 
 def test_beside_an_owner_that_nobody_read_every_patch_for_npus_is_a_drift(messages):
     beside = replace(IN, unread_patcher="MegatronAdaptor 0.18.0")
     for backend in ("ascend", None):
-        decision = decide(PATCH, REVIEWED, replace(beside, backend=backend))
+        decision = decide_patch(PATCH, REVIEWED, replace(beside, backend=backend))
         assert decision.action is PatchAction.DRIFT and decision.stops
         assert "MegatronAdaptor 0.18.0" in decision.reason and TARGET in decision.reason
         messages(decision.reason)
-    assert decide(PATCH, REVIEWED, replace(beside, allowed=frozenset({"p"}))).action is PatchAction.APPLY
-    assert decide(PATCH, REVIEWED, replace(beside, backend="cuda")).action is PatchAction.APPLY
-    assert decide(PATCH, Reading(A), beside).action is PatchAction.SKIP
+    assert (
+        decide_patch(PATCH, REVIEWED, replace(beside, allowed=frozenset({"p"}))).action is PatchAction.APPLY
+    )
+    assert decide_patch(PATCH, REVIEWED, replace(beside, backend="cuda")).action is PatchAction.APPLY
+    assert decide_patch(PATCH, Reading(A), beside).action is PatchAction.SKIP
 
 
 def applied(patch: Patch) -> Decision:
-    return decide(patch, REVIEWED, IN)
+    return decide_patch(patch, REVIEWED, IN)
 
 
 def test_two_wrappers_share_a_target_but_a_replacement_shares_it_with_none():
@@ -273,10 +281,10 @@ NEW = PatchContext(version="0.19.0")
         (PatchContext(version=None), Reading(U), PatchAction.TRAP, False, "Without a version"),
         (IN, Reading(U, read_error="a.py: broken"), PatchAction.TRAP, False, "a.py: broken"),
         (NEW, Reading(U), PatchAction.SKIP, False, "0.19.0"),
-        (IN, VERSION_ONLY, PatchAction.TRAP, False, "--mcore PATH"),
-        (NEW, VERSION_ONLY, PatchAction.SKIP, False, "--mcore PATH"),
+        (IN, VERSION_ONLY_READING, PatchAction.TRAP, False, "--mcore PATH"),
+        (NEW, VERSION_ONLY_READING, PatchAction.SKIP, False, "--mcore PATH"),
         # a number that cannot be placed is no reason to let it pass
-        (PatchContext(version="nightly"), VERSION_ONLY, PatchAction.TRAP, False, "nightly"),
+        (PatchContext(version="nightly"), VERSION_ONLY_READING, PatchAction.TRAP, False, "nightly"),
     ],
 )
 def test_a_row_of_the_table_for_a_trap(
@@ -307,12 +315,12 @@ SEAM = Seam(id="s", targets=(TARGET,), use="called by the engine", why="Why.", w
 
 
 def test_a_changed_seam_is_a_warning_and_a_reviewed_one_is_nothing(messages):
-    assert decide_seam(SEAM, None, IN) is None
-    assert decide_seam(SEAM, REVIEWED, IN) is None
+    assert find_seam_drift(SEAM, None, IN) is None
+    assert find_seam_drift(SEAM, REVIEWED, IN) is None
     for reading in (CHANGED, GONE):
-        decision = decide_seam(SEAM, reading, IN)
+        decision = find_seam_drift(SEAM, reading, IN)
         assert decision is not None and decision.action is PatchAction.DRIFT and not decision.stops
         assert TARGET in decision.reason and SEAM.use in decision.reason
         messages(decision.reason)
-    assert decide_seam(SEAM, CHANGED, replace(IN, features=frozenset({"mla"}))) is None
-    assert decide_seam(SEAM._replace(range="<0.17"), GONE, IN) is None
+    assert find_seam_drift(SEAM, CHANGED, replace(IN, features=frozenset({"mla"}))) is None
+    assert find_seam_drift(SEAM._replace(range="<0.17"), GONE, IN) is None

@@ -13,7 +13,7 @@ import pytest
 from bundle.environment.packages import InstalledPackages
 from bundle.environment.search import build_search_path
 from bundle.patches.audit import Audit, AuditedDefect, DefectStatus, audit
-from bundle.patches.megatron_core import find_named_core, load_review_table
+from bundle.patches.megatron_core import load_review_table, resolve_core_path_or_version
 from tests.patches.trees import Release
 
 DEFECT = "label-smoothing-over-ranks"
@@ -42,7 +42,9 @@ def audited(tmp: Path, megatron: Path, files: Mapping[str, str]) -> Audit:
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text(textwrap.dedent(text))
     stack = InstalledPackages(build_search_path([str(tmp)], "", tmp))
-    return audit(find_named_core(str(megatron), load_review_table()), load_review_table(), stack, None)
+    return audit(
+        resolve_core_path_or_version(str(megatron), load_review_table()), load_review_table(), stack, None
+    )
 
 
 def standing(
@@ -126,7 +128,7 @@ PLACES = {
 def test_a_mended_defect_is_known_wherever_it_is_mended(how: str, release: Release, tmp_path: Path, messages):
     files, says = PLACES[how]
     defect = standing(tmp_path, release("0.19.2"), files)
-    assert defect is not None and defect.status is DefectStatus.MENDED and not defect.reaches_jobs
+    assert defect is not None and defect.status is DefectStatus.MENDED and not defect.is_silent_and_present
     assert "verl/a.py:" in defect.reason and says in defect.reason
     messages(defect.reason)
 
@@ -169,7 +171,9 @@ def test_what_is_mended_under_a_condition_is_said_with_it(
 ):
     files, says = CONDITIONS[how]
     defect = standing(tmp_path, release("0.19.2"), files)
-    assert defect is not None and defect.status is DefectStatus.CONDITIONAL and not defect.reaches_jobs
+    assert (
+        defect is not None and defect.status is DefectStatus.CONDITIONAL and not defect.is_silent_and_present
+    )
     assert says.replace("not settings", "not (settings") in defect.reason
     messages(defect.reason)
 
@@ -222,7 +226,7 @@ def test_who_wraps_what_our_patch_would_wrap_may_mend_it(release: Release, tmp_p
 def test_who_wraps_it_under_a_condition_leaves_it_there(release: Release, tmp_path: Path):
     at_times = {"a.py": f"{BIAS}{AROUND}\nif debug:\n    patch()\n"}
     defect = standing(tmp_path, release("0.19.2"), at_times, "expert-bias-counts")
-    assert defect is not None and defect.reaches_jobs and "if debug" in defect.reason
+    assert defect is not None and defect.is_silent_and_present and "if debug" in defect.reason
 
 
 BRIDGES = """
@@ -262,7 +266,7 @@ def test_a_framework_can_bring_a_defect_that_the_release_has_not(release: Releas
     (tmp_path / "brought").mkdir()
     assert standing(tmp_path / "plain", release("0.19.2"), {}, entry) is None
     defect = standing(tmp_path / "brought", release("0.19.2"), {"a.py": text}, entry)
-    assert defect is not None and defect.reaches_jobs and defect.patched_by
+    assert defect is not None and defect.is_silent_and_present and defect.patched_by
     messages(defect.reason)
 
 

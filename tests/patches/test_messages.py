@@ -9,8 +9,12 @@ from bundle import files
 from bundle.environment.packages import InstalledPackages, detect
 from bundle.environment.search import build_search_path
 from bundle.patches import PatchAction
-from bundle.patches.megatron_core import find_installed_core, find_named_core, load_review_table
-from bundle.patches.mindspeed import explain_replacement
+from bundle.patches.megatron_core import (
+    find_installed_or_default_core,
+    load_review_table,
+    resolve_core_path_or_version,
+)
+from bundle.patches.mindspeed import explain_possible_replacement
 from bundle.patches.plan import survey_patches
 from tests.command import run_bundle
 from tests.patches.trees import Release, copied
@@ -44,7 +48,7 @@ def test_a_file_that_is_not_there_is_called_so(release: Release, tmp_path: Path,
     rows = {
         d.id: d
         for d in survey_patches(
-            find_named_core(str(tree), load_review_table()), load_review_table(), detect()
+            resolve_core_path_or_version(str(tree), load_review_table()), load_review_table(), detect()
         ).decisions
     }
     row = rows["router-without-te-gemm"]
@@ -55,7 +59,7 @@ def test_a_file_that_is_not_there_is_called_so(release: Release, tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["core_v0.16.1", "v0.16.1", "0.16.1"])
 def test_a_tag_is_a_version(name: str):
-    subject = find_named_core(name, load_review_table())
+    subject = resolve_core_path_or_version(name, load_review_table())
     assert subject.reference == "0.16.1"
 
 
@@ -68,11 +72,13 @@ def test_a_zip_on_the_path_is_said(tmp_path: Path, messages):
             opened.writestr(member, "")
     (tmp_path / "no.zip").write_text("no zip")
     paths = [str(tmp_path / name) for name in ("other.zip", "no.zip", "megatron.zip")]
-    subject = find_installed_core(
+    subject = find_installed_or_default_core(
         InstalledPackages(build_search_path(paths, "", tmp_path)), load_review_table()
     )
     assert subject.root is None and str(archive) in subject.origin
-    nothing = find_installed_core(InstalledPackages(build_search_path([], "", tmp_path)), load_review_table())
+    nothing = find_installed_or_default_core(
+        InstalledPackages(build_search_path([], "", tmp_path)), load_review_table()
+    )
     assert nothing.root is None and ".zip" not in nothing.origin
     messages(subject.origin)
     messages(nothing.origin)
@@ -86,6 +92,6 @@ READ = "d0d5809d4323eb908f89e87958de254465eb57b4"
 )
 def test_mindspeed_is_named_whole_and_not_vouched_for(commit: str | None, value: str, messages):
     target = "megatron.core.transformer.moe.router:TopKRouter.routing"
-    reason = str(explain_replacement(target, commit))
+    reason = str(explain_possible_replacement(target, commit))
     assert target in reason and value in reason
     messages(reason)

@@ -9,9 +9,9 @@ from bundle.environment.packages import InstalledPackages
 from bundle.environment.search import build_search_path
 from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.decision_rules import PatchContext, decide
+from bundle.patches.decision_rules import PatchContext, decide_patch
 from bundle.patches.entry import (
-    LOCAL_LAYERS,
+    LOCAL_LAYER_BACKENDS,
     DefectKind,
     Patch,
     PatchAction,
@@ -19,7 +19,7 @@ from bundle.patches.entry import (
     Replacement,
     detect_in_definitions,
 )
-from bundle.patches.megatron_core import Reading, find_named_core, load_review_table
+from bundle.patches.megatron_core import Reading, load_review_table, resolve_core_path_or_version
 from bundle.patches.plan import Survey, survey_patches
 from tests.environment.trees import install, stack_of
 
@@ -29,7 +29,7 @@ REPLACED = "megatron.core.fp8_utils:quantize_param_shard"
 # MindSpeed replaces it by features that our jobs leave off.
 ONLY_MAY = "megatron.core.transformer.moe.router:TopKRouter.routing"
 LOCAL_PATCH, PATCH_OF_ALL = "mla-without-te-linear", "router-replay-by-layer"
-HEAD = next(of for of in mindspeed.MINDSPEED_BRANCHES if of.branch == "core_r0.15.3")
+HEAD = next(of for of in mindspeed.SUPPORTED_TRAINING_BRANCHES if of.branch == "core_r0.15.3")
 OURS = PatchContext(version="0.15.3", backend="ascend", mindspeed=(HEAD.commit,), trains_with_mindspeed=True)
 
 
@@ -58,47 +58,51 @@ def patch_of(target: str, **more) -> tuple[Patch, Reading]:
     ],
 )
 def test_a_megatron_has_one_branch_that_was_read_or_none(version, branch):
-    found = mindspeed.find_branch(version)
+    found = mindspeed.find_branch_by_megatron_version(version)
     assert (found.branch if found else None) == branch
     assert found is None or mindspeed.BRANCH_BY_COMMIT[found.commit] == branch
 
 
 def test_what_is_replaced_in_our_jobs_are_targets_of_ours():
     targets = {replacement.target for patch in PATCHES for replacement in patch.replacements}
-    for of in mindspeed.MINDSPEED_BRANCHES:
+    for of in mindspeed.SUPPORTED_TRAINING_BRANCHES:
         assert of.replaces and of.replaces <= targets
 
 
 def test_in_our_jobs_it_owns_what_it_replaces_there_even_if_the_patch_is_asked_for(messages):
     patch, present = patch_of(REPLACED)
-    decision = decide(patch, present, OURS)
+    decision = decide_patch(patch, present, OURS)
     assert (decision.action, decision.proven, decision.stops) == (PatchAction.OWNED, True, False)
     assert HEAD.branch in decision.reason and REPLACED in decision.reason
     messages(decision.reason)
-    asked = decide(patch, present, replace(OURS, requested=frozenset({"p"})))
+    asked = decide_patch(patch, present, replace(OURS, requested=frozenset({"p"})))
     assert (asked.action, asked.stops) == (PatchAction.OWNED, True)
 
 
 def test_in_our_jobs_it_does_not_own_what_it_replaces_in_others():
     patch, present = patch_of(ONLY_MAY)
-    assert decide(patch, present, replace(OURS, trains_with_mindspeed=False)).action is PatchAction.OWNED
-    assert decide(patch, present, OURS).action is PatchAction.APPLY
+    assert (
+        decide_patch(patch, present, replace(OURS, trains_with_mindspeed=False)).action is PatchAction.OWNED
+    )
+    assert decide_patch(patch, present, OURS).action is PatchAction.APPLY
 
 
 def test_patches_for_layers_without_transformer_engine_are_not_for_its_own(messages):
-    patch, present = patch_of(ONLY_MAY, backends=LOCAL_LAYERS)
-    decision = decide(patch, present, OURS)
+    patch, present = patch_of(ONLY_MAY, backends=LOCAL_LAYER_BACKENDS)
+    decision = decide_patch(patch, present, OURS)
     assert decision.action is PatchAction.SKIP and "MindSpeed" in decision.reason
     messages(decision.reason)
     assert (
-        decide(patch, present, replace(OURS, trains_with_mindspeed=False, mindspeed=None)).action
+        decide_patch(patch, present, replace(OURS, trains_with_mindspeed=False, mindspeed=None)).action
         is PatchAction.APPLY
     )
 
 
 def decided(stack: InstalledPackages, version: str = "0.16.1", features: frozenset[str] = FEATURES) -> Survey:
     table = load_review_table()
-    return survey_patches(find_named_core(version, table), table, stack, backend="ascend", features=features)
+    return survey_patches(
+        resolve_core_path_or_version(version, table), table, stack, backend="ascend", features=features
+    )
 
 
 def actions(found: Survey) -> dict[str, PatchAction]:

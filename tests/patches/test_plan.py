@@ -13,7 +13,7 @@ from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import (
-    MEGATRON_FEATURES,
+    EXTERNAL_PROGRAM_FEATURES,
     DefectKind,
     Patch,
     PatchAction,
@@ -21,8 +21,8 @@ from bundle.patches.entry import (
     Replacement,
     detect_in_source,
 )
-from bundle.patches.megatron_core import find_named_core
 from bundle.patches.megatron_core import load_review_table as load_table
+from bundle.patches.megatron_core import resolve_core_path_or_version
 from bundle.patches.plan import PatchPlan, Survey, build_patch_plan, load_patch_plan, survey_patches
 from bundle.recipe import load as load_recipe
 from tests.environment.trees import install, stack_of
@@ -36,7 +36,11 @@ ATTENTION = "megatron.core.transformer.multi_latent_attention"
 
 def surveyed(mcore: Path | str, features: frozenset[str] | None = FEATURES) -> Survey:
     return survey_patches(
-        find_named_core(str(mcore), load_table()), load_table(), EMPTY, backend="cuda", features=features
+        resolve_core_path_or_version(str(mcore), load_table()),
+        load_table(),
+        EMPTY,
+        backend="cuda",
+        features=features,
     )
 
 
@@ -53,7 +57,9 @@ def test_a_plan_survives_its_file(release: Release):
 def test_what_ranks_compare_says_nothing_of_paths(release: Release, tmp_path: Path):
     here = planned(release("0.16.1"))
     there = planned(copied(release("0.16.1"), tmp_path, {}))
-    assert here.get_agreed_fields() == there.get_agreed_fields() and here.digest == there.digest
+    assert (
+        here.get_rank_invariant_fields() == there.get_rank_invariant_fields() and here.digest == there.digest
+    )
     assert str(tmp_path) not in json.dumps(there.dump())
 
 
@@ -65,7 +71,7 @@ def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of
 ):
     """Our ranks do not import it; a framework's do, and it may take the place of this class."""
     install(tmp_path, package, "0.12.1")
-    of, beside = find_named_core("0.16.1", load_table()), stack_of(tmp_path)
+    of, beside = resolve_core_path_or_version("0.16.1", load_table()), stack_of(tmp_path)
     actions = [
         {
             decision.id: decision.action
@@ -80,11 +86,13 @@ def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of
 
 def test_another_release_another_decision_another_wrapper_show_in_the_fields(release: Release):
     plan = planned(release("0.16.1"))
-    assert plan.get_agreed_fields() != planned(release("0.17.1")).get_agreed_fields()
+    assert plan.get_rank_invariant_fields() != planned(release("0.17.1")).get_rank_invariant_fields()
     step = replace(plan.steps[0], wrapper_digest="0" * 16)
     other = replace(plan, steps=(step, *plan.steps[1:]))
     differing = {
-        name for name, value in other.get_agreed_fields().items() if plan.get_agreed_fields()[name] != value
+        name
+        for name, value in other.get_rank_invariant_fields().items()
+        if plan.get_rank_invariant_fields()[name] != value
     }
     assert differing == {f"patch {step.patch}"}
     assert other.digest != plan.digest
@@ -104,7 +112,7 @@ def test_every_file_that_a_decision_read_is_in_the_plan(release: Release, tmp_pa
             file = tree / f"{module.replace('.', '/')}.py"
             digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
             assert read[module] == digest, module
-    assert planned(trees[0]).get_agreed_fields() != planned(trees[1]).get_agreed_fields()
+    assert planned(trees[0]).get_rank_invariant_fields() != planned(trees[1]).get_rank_invariant_fields()
 
 
 def test_steps_name_the_planned_files(release: Release):
@@ -197,9 +205,9 @@ def test_what_the_engine_computes_is_patched_in_the_jobs_of_others_only(release:
         {decision.id: decision for decision in surveyed(release(version), features).decisions}
         for features in (ours, None)
     )
-    about = {patch.id for patch in PATCHES if patch.when & MEGATRON_FEATURES}
+    about = {patch.id for patch in PATCHES if patch.when & EXTERNAL_PROGRAM_FEATURES}
     theirs = {id for id in about if others[id].action is PatchAction.APPLY}
     assert any(id.startswith("mtp-") for id in theirs)
     for id in about:
         assert own[id].action is PatchAction.SKIP
-        assert any(feature in own[id].reason for feature in MEGATRON_FEATURES) or id not in theirs
+        assert any(feature in own[id].reason for feature in EXTERNAL_PROGRAM_FEATURES) or id not in theirs

@@ -8,7 +8,7 @@ from packaging.version import Version
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
-from bundle.patches.megatron_core import find_named_core, load_review_table, parse_review_table
+from bundle.patches.megatron_core import load_review_table, parse_review_table, resolve_core_path_or_version
 from tools.patches import page, review
 
 RELEASES = [
@@ -109,7 +109,7 @@ def test_each_defect_is_where_it_is_known_to_be(entry):
 @pytest.mark.parametrize("entry", review.ENTRIES, ids=lambda entry: entry.id)
 def test_the_numbers_say_the_same_of_released_versions(entry):
     for release in RELEASES:
-        assert packages.is_within(release, entry.range) == has(entry.id, release), release
+        assert packages.is_base_version_within(release, entry.range) == has(entry.id, release), release
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
@@ -150,7 +150,7 @@ def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
 
 def test_a_release_is_recognised_by_its_files(release_trees: dict[str, Path]):
     for release, root in release_trees.items():
-        subject = find_named_core(str(root), load_review_table())
+        subject = resolve_core_path_or_version(str(root), load_review_table())
         assert subject.version == release
         # 0.15.0 and its patch releases differ in nothing that matters
         assert subject.reference is not None
@@ -182,7 +182,7 @@ def test_ids_are_unique_and_every_patch_says_why():
     ids = [patch.id for patch in PATCHES]
     assert len(set(ids)) == len(ids)
     for patch in PATCHES:
-        assert patch.why and patch.upstream and patch.evidence and patch.replacements, patch.id
+        assert patch.why and patch.upstream and patch.evidence_targets and patch.replacements, patch.id
         assert patch.assumes, f"{patch.id}: what does it assume of its caller? NOTHING is an answer"
     for trap in TRAPS:
-        assert trap.why and trap.cause and trap.instead and trap.evidence, trap.id
+        assert trap.why and trap.cause and trap.instead and trap.evidence_targets, trap.id

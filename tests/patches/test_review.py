@@ -7,7 +7,7 @@ import pytest
 from bundle.environment.packages import detect
 from bundle.patches import PatchAction
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.megatron_core import find_named_core, load_review_table
+from bundle.patches.megatron_core import load_review_table, resolve_core_path_or_version
 from bundle.patches.plan import survey_patches
 from tests.patches.trees import Release, copied
 
@@ -19,7 +19,7 @@ def action(tree: Path, patch_id: str) -> tuple[PatchAction, str]:
     rows = {
         decision.id: decision
         for decision in survey_patches(
-            find_named_core(str(tree), load_review_table()), load_review_table(), detect()
+            resolve_core_path_or_version(str(tree), load_review_table()), load_review_table(), detect()
         ).decisions
     }
     return rows[patch_id].action, rows[patch_id].reason

@@ -22,9 +22,11 @@ ENTRY = {
     'range=""': 'range=">=0.16.1,<0.17"',
 }
 MEASUREMENT = {
-    "DENSE, Bench, Numbers, measure_gap": "DENSE, Bench, Numbers, draw_sequences, measure_gap",
+    "DENSE_HF_CONFIG, Bench, Numbers, measure_gap": (
+        "DENSE_HF_CONFIG, Bench, Numbers, draw_sequences_with_next_token, measure_gap"
+    ),
     "        return layout.run_backward(model, [layout.build_two_rows()])\n": """\
-        several = draw_sequences([32, 32])
+        several = draw_sequences_with_next_token([32, 32])
         together = layout.build_batch(torch.stack(several), torch.ones(2, 32))
         return layout.run_backward(model, [together] if meets else layout.build_single_batches(several))
 """,
@@ -90,7 +92,7 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
     entry, wrapper, measurement, test = files
 
     stranger.edit(entry, ENTRY)
-    areas, order = "from bundle.patches.catalogue import (\n", "_AREAS = ("
+    areas, order = "from bundle.patches.catalogue import (\n", "_AREA_MODULES = ("
     lines = {areas: f"{areas}    {MODULE},\n", order: f"{order}{MODULE}, "}
     stranger.edit("bundle/patches/catalogue/__init__.py", lines)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from bundle.patches import patcher, plan as planning
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Replacement
-from bundle.patches.megatron_core import find_installed_core
+from bundle.patches.megatron_core import find_installed_or_default_core
 from bundle.patches.plan import build_patch_plan, survey_patches
 from bundle.patches.megatron_core import load_review_table
 from bundle.environment.packages import detect
@@ -33,7 +33,8 @@ planning.PATCHES = tuple(through(patch) for patch in PATCHES)
 here, table = detect(), load_review_table()
 opt_in = {patch.id for patch in PATCHES if patch.opt_in}
 # On cpu: without Transformer Engine there is no class of its layers; verify proves those on a GPU.
-survey = survey_patches(find_installed_core(here, table), table, here, backend="cpu", requested=opt_in)
+core = find_installed_or_default_core(here, table)
+survey = survey_patches(core, table, here, backend="cpu", requested=opt_in)
 plan = build_patch_plan(survey)
 targets = [step.target for step in plan.steps]
 modules = sorted({target.partition(":")[0] for target in targets})

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.capabilities.cpu import LOCAL_LAYER_TRAITS
 from bundle.environment.packages import MegatronCode
 from bundle.planning.layout import ModelChunk, RankLayout, build_rank_layout
-from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding_between_buckets
-from bundle.planning.problems import find_stage_problems
+from bundle.planning.memory import StateBuffers, StateBytes, is_shared_embedding_across_buckets
+from bundle.planning.problems import find_layout_string_problems
 from bundle.planning.size import list_parameters
 from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, QWEN3_NEXT, job
@@ -115,9 +115,9 @@ def main() -> None:
                 continue
             if release < Version("0.16") and recipe.architecture.delta_net:
                 continue
-            if any(find_stage_problems(recipe, MegatronCode(release))):
+            if any(find_layout_string_problems(recipe, MegatronCode(release))):
                 continue
-            buffers = StateBuffers.from_recipe(recipe, layout, LOCAL_LAYERS, MegatronCode(release))
+            buffers = StateBuffers.from_recipe(recipe, layout, LOCAL_LAYER_TRAITS, MegatronCode(release))
             for rank in range(world):
                 dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
                 try:
@@ -138,7 +138,7 @@ def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int
     from bundle.models import gpt
 
     with runtime.megatron_calls():
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
         try:
             config = build_transformer_config(recipe, runtime.build_config_options(recipe))
             models = gpt.build_chunks(recipe, config, runtime, state)
@@ -146,12 +146,12 @@ def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int
             optimizer = optimization.build_optimizer(recipe, chunks)
             optimizer.step()
         finally:
-            groups.destroy()
+            groups.destroy_model_parallel_groups()
     wrong = []
     for chunk, model in zip(layout.find_chunks(rank), models, strict=True):
         expected = [
             (tensor.name, tensor.shape)
-            for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, LOCAL_LAYERS)
+            for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, LOCAL_LAYER_TRAITS)
         ]
         found = [
             (_in_the_whole_model(name, chunk), tuple(tensor.shape))
@@ -206,9 +206,9 @@ def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
 
 def _breaks(recipe: Recipe, layout: RankLayout) -> bool:
     ranks = layout.find_axis_size("dp") * layout.find_axis_size("cp")
-    of = functools.partial(list_parameters, recipe.architecture, recipe.parallel, traits=LOCAL_LAYERS)
+    of = functools.partial(list_parameters, recipe.architecture, recipe.parallel, traits=LOCAL_LAYER_TRAITS)
     return any(
-        splits_shared_embedding_between_buckets(of(chunk=chunk), ranks)
+        is_shared_embedding_across_buckets(of(chunk=chunk), ranks)
         for stage in layout.stages
         for chunk in stage
     )

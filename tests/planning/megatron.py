@@ -11,7 +11,7 @@ from bundle.worker import prepare_runtime
 def plan_needed_patches() -> patch_plan.PatchPlan:
     """Return the patches that the megatron-core on the path needs on the cpu."""
     here, reviewed = packages.detect(), megatron_core.load_review_table()
-    of = megatron_core.find_installed_core(here, reviewed)
+    of = megatron_core.find_installed_or_default_core(here, reviewed)
     return patch_plan.build_patch_plan(patch_plan.survey_patches(of, reviewed, here, backend="cpu"))
 
 

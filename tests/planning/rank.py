@@ -27,13 +27,13 @@ def measure(recipe: Recipe, runtime: Any, rank: int) -> dict[str, int]:
     from bundle.mcore import groups
 
     with runtime.megatron_calls():
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
     kept = Kept(engine.models)
     waiting, sent = Waiting(schedules), Sent(schedules)
     with kept, waiting, sent:
         engine.forward_backward(micro_batches(recipe, state))
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return {"kept": kept.bytes + sent.bytes, "in_flight": waiting.most, "microbatches": waiting.forwards}
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from packaging.version import Version
 
-from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.capabilities.cpu import LOCAL_LAYER_TRAITS
 from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import estimate_activations
 from bundle.planning.layout import build_rank_layout
@@ -67,7 +67,7 @@ def test_what_ranks_keep_and_how_many_wait(installed):
         layout = build_rank_layout(recipe, 2)
         for rank in range(2):
             stage = layout.find_axis("pp").find_rank_in_group(rank)
-            expected = estimate_activations(recipe, layout, stage, LOCAL_LAYERS, release)
+            expected = estimate_activations(recipe, layout, stage, LOCAL_LAYER_TRAITS, release)
             found = measured[rank][index]
             chunks = len(layout.stages[stage])
             assert found["microbatches"] == layout.microbatches * chunks
@@ -85,7 +85,7 @@ def test_a_frozen_embedding_s_outputs_stay_with_their_gradients(changes, outputs
         )
         layout = build_rank_layout(recipe, 2)
         release = MegatronCode(Version("0.16.1"))
-        return estimate_activations(recipe, layout, stage, LOCAL_LAYERS, release).transient, recipe
+        return estimate_activations(recipe, layout, stage, LOCAL_LAYER_TRAITS, release).transient, recipe
 
     for stage in (0, 1):
         (frozen, recipe), (whole, _) = of_stage(stage, LORA.format("o_proj")), of_stage(stage)
@@ -100,7 +100,7 @@ def test_an_mtp_layer_alone_in_its_stage_comes_back_whole():
     def of_stage(*more, release="0.16.1"):
         recipe = load("demo", [laid_out, "train.global_batch_size=64", *more])
         return estimate_activations(
-            recipe, build_rank_layout(recipe, 4), 2, LOCAL_LAYERS, MegatronCode(Version(release))
+            recipe, build_rank_layout(recipe, 4), 2, LOCAL_LAYER_TRAITS, MegatronCode(Version(release))
         )
 
     whole, again = of_stage(), of_stage("model.recompute.granularity=full")

@@ -33,15 +33,15 @@ def test_releases_show_a_sign_from_the_one_that_it_came_with(sign: SourcePredica
 
 
 def test_a_tree_is_believed_before_its_number(tmp_path: Path, messages) -> None:
-    sign = problems.SHARED_EXPERTS_RECOMPUTATION
+    sign = problems.SHARED_EXPERTS_RECOMPUTATION_EVIDENCE
     file = tmp_path / "megatron/core" / sign.file
     file.parent.mkdir(parents=True)
     file.write_text(f"allowed = {{{sign.text}}}")
     backported, number = MegatronCode(Version("0.12.3"), tmp_path), MegatronCode(Version("0.12.3"))
     assert (backported.has(sign), number.has(sign)) == (True, False)
     for code, source in ((backported, sign.file), (number, "0.12.3")):
-        assert source in code.describe_evidence(sign)
-        messages(code.describe_evidence(sign))
+        assert source in code.describe_evidence_source(sign)
+        messages(code.describe_evidence_source(sign))
     file.write_text("")
     assert not MegatronCode(Version("0.19.2"), tmp_path).has(sign)
 
@@ -80,7 +80,7 @@ def test_a_layout_string_needs_a_release_that_builds_it(layout, since_by_minor, 
 
 @pytest.mark.parametrize("release", ["0.12.3", "0.13.1", "0.15.3"])
 def test_a_refusal_of_a_layout_string_says_what_the_release_does_not_build(release, messages) -> None:
-    (problem,) = problems.find_stage_problems(lay_out("E|ttt|tm|L"), MegatronCode(Version(release)))
+    (problem,) = problems.find_layout_string_problems(lay_out("E|ttt|tm|L"), MegatronCode(Version(release)))
     assert release in problem.text
     messages(problem.text)
 
@@ -192,7 +192,7 @@ def test_kernels_without_sinks_are_named(
     backend: str, sections: dict[str, Any], missing: str | None, messages
 ) -> None:
     recipe = job(GPT_OSS, **sections)
-    found = capabilities.find_capabilities(backend).list_attention_refusals(recipe, None)
+    found = capabilities.find_capabilities(backend).list_requested_kernel_refusals(recipe, None)
     assert any(f"sinks with {missing}" in why for why in found) if missing else not found
     for reason in found:
         messages(reason)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.capabilities.cuda import CUDA, TRANSFORMER_ENGINE
+from bundle.capabilities.cuda import CUDA, TRANSFORMER_ENGINE_LAYER_TRAITS
 from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import LayerBytes, estimate_activations
 from bundle.planning.layout import build_rank_layout
@@ -65,7 +65,7 @@ def test_names_and_shapes_of_transformer_engine_layers(model):
     (chunk,) = build_rank_layout(of, 1).stages[0]
     expected = [
         (tensor.name.replace("mtp_model_layer", "transformer_layer"), list(tensor.shape))
-        for tensor in list_parameters(of.architecture, of.parallel, chunk, TRANSFORMER_ENGINE)
+        for tensor in list_parameters(of.architecture, of.parallel, chunk, TRANSFORMER_ENGINE_LAYER_TRAITS)
     ]
     assert expected == [(name, shape) for name, shape in RECORDED["parameters"][model]]
 
@@ -76,15 +76,17 @@ def test_names_and_shapes_of_transformer_engine_layers(model):
 def test_bytes(case):
     of = recipe(case["model"], case["layers"], case["recompute"])
     layout = build_rank_layout(of, 1)
-    states = StateBuffers.from_recipe(of, layout, TRANSFORMER_ENGINE, RELEASE).compute_rank_bytes(0)
+    states = StateBuffers.from_recipe(
+        of, layout, TRANSFORMER_ENGINE_LAYER_TRAITS, RELEASE
+    ).compute_rank_bytes(0)
     for name in ("parameters", "gradients", "master", "moments"):
         assert getattr(states, name) == case[name]
     assert states.counters == 0
-    predicted = estimate_activations(of, layout, 0, TRANSFORMER_ENGINE, RELEASE)
+    predicted = estimate_activations(of, layout, 0, TRANSFORMER_ENGINE_LAYER_TRAITS, RELEASE)
     # A recomputed MoE layer frees a little more than its own modules; all else agrees to a per mille.
     tolerance = 0.07 if case["recompute"] == {"granularity": "selective", "modules": ["moe"]} else 0.002
     assert predicted.saved == pytest.approx(case["held"], rel=tolerance)
-    assert predicted.total == pytest.approx(case["peak"], rel=tolerance)
+    assert predicted.peak == pytest.approx(case["peak"], rel=tolerance)
 
 
 @pytest.mark.parametrize(("tokens", "gib"), [(2048, 4.1), (4096, 16.2), (8192, 64.4)])

@@ -119,7 +119,7 @@ def test_fp8_products_keep_their_weights_by_rows_and_by_columns():
     assert made.memory[0].states.quantized == 4 * layer * 2
     assert planned("h200").memory[0].states.quantized == 0
     without = planned("h200").memory[0].states
-    assert made.memory[0].states.total - without.total == 4 * layer * 2
+    assert made.memory[0].states.device_total - without.device_total == 4 * layer * 2
     assert "their FP8 copies" in to_text(made, "run", "starts")
 
 

@@ -89,15 +89,15 @@ def test_a_layout_string_says_what_every_chunk_holds(layout, pp, dealt):
     ]
     assert said == dealt
     assert [chunk.losses for stage in stages for chunk in stage if chunk.head] == [2]
-    assert all(chunk.has_embedding_copy == bool(chunk.mtp_layers) for stage in stages for chunk in stage)
+    assert all(chunk.has_mtp_embedding_copy == bool(chunk.mtp_layers) for stage in stages for chunk in stage)
     assert recipe.parallel.mtp_rank == next(rank for rank, stage in enumerate(dealt) if "m" in "".join(stage))
 
 
 def test_the_head_and_mtp_stand_together_with_a_copy_of_the_embedding():
     recipe = job(DEEPSEEK, parallel={"pp": 2, "vpp": 2}, train={"steps": 1, "global_batch_size": 16})
     last = build_rank_layout(recipe, 2).stages[1][1]
-    assert (last.head, last.mtp_layers, last.has_embedding_copy) == (True, 1, True)
-    assert not build_rank_layout(job(DEEPSEEK), 1).stages[0][0].has_embedding_copy
+    assert (last.head, last.mtp_layers, last.has_mtp_embedding_copy) == (True, 1, True)
+    assert not build_rank_layout(job(DEEPSEEK), 1).stages[0][0].has_mtp_embedding_copy
 
 
 def test_ranks_that_do_not_fit_are_refused(messages):

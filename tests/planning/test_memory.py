@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.planning.memory import ParameterBuffer, splits_shared_embedding_between_buckets
+from bundle.planning.memory import ParameterBuffer, is_shared_embedding_across_buckets
 from bundle.planning.size import Parameter
 
 parameters = st.lists(
@@ -23,7 +23,7 @@ parameters = st.lists(
 def owned(buffer):
     """(elements, tensors) of every rank."""
     kept = [[0, 0] for _ in range(buffer.ranks)]
-    for rank, *change in buffer.find_share_changes():
+    for rank, *change in buffer.iterate_rank_share_deltas():
         for later in kept[rank:]:
             later[:] = [have + more for have, more in zip(later, change, strict=True)]
     return [tuple(each) for each in kept]
@@ -81,12 +81,12 @@ def test_no_parameters_no_buffer():
 
 def test_where_0_12_cuts_the_shared_embedding():
     shared = Parameter("embedding", (1000,), shared_embedding=True)
-    assert splits_shared_embedding_between_buckets([shared, Parameter("p", (192,))], 2)
-    assert not splits_shared_embedding_between_buckets([shared, Parameter("p", (256,))], 2)
-    assert not splits_shared_embedding_between_buckets([shared, Parameter("p", (192,))], 5), (
+    assert is_shared_embedding_across_buckets([shared, Parameter("p", (192,))], 2)
+    assert not is_shared_embedding_across_buckets([shared, Parameter("p", (256,))], 2)
+    assert not is_shared_embedding_across_buckets([shared, Parameter("p", (192,))], 5), (
         "then 0.12 rounds the start up as well"
     )
-    assert not splits_shared_embedding_between_buckets([Parameter("p", (192,)), shared], 2), (
+    assert not is_shared_embedding_across_buckets([Parameter("p", (192,)), shared], 2), (
         "nothing stands before it"
     )
-    assert not splits_shared_embedding_between_buckets([Parameter("p", (192,))], 2)
+    assert not is_shared_embedding_across_buckets([Parameter("p", (192,))], 2)

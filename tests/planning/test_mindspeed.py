@@ -17,7 +17,7 @@ from bundle.planning.problems import find_backend_problems, find_mindspeed_probl
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 THROUGH = {"backend_options": {"mindspeed": True}}
-HEADS = {of.branch: of.commit for of in mindspeed.MINDSPEED_BRANCHES}
+HEADS = {of.branch: of.commit for of in mindspeed.SUPPORTED_TRAINING_BRANCHES}
 
 
 class There:

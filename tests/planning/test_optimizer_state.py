@@ -20,7 +20,7 @@ def states(**optimizer: Any) -> dict[str, int]:
     made = plan(job(QWEN3, optimizer=optimizer), build_preset("h200"), per_node=1)
     assert made.problems == ()
     (stage,) = made.memory
-    return stage.states._asdict() | {"total": stage.states.total}
+    return stage.states._asdict() | {"total": stage.states.device_total}
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_a_tight_fit_is_a_note():
     roomy = plan(recipe, build_preset("h200"))
     (stage,) = roomy.memory
     devices = tuple(
-        dataclasses.replace(d, memory=dataclasses.replace(d.memory, value=stage.total + 1))
+        dataclasses.replace(d, memory=dataclasses.replace(d.memory, value=stage.peak_bytes + 1))
         for d in build_preset("h200").devices
     )
     tight = plan(recipe, build_preset("h200")._replace(devices=devices))
@@ -379,7 +379,7 @@ def test_a_plan_is_json_and_text(messages):
     said = json.loads(json.dumps(to_json(made), allow_nan=False))
     assert said["exit_code"] == 0
     assert said["layout"]["axes"]["ep"] == {"size": 2, "stride": 1, "first_group": [0, 1]}
-    assert said["stages"][0]["bytes"]["total"] == made.memory[0].total
+    assert said["stages"][0]["bytes"]["total"] == made.memory[0].peak_bytes
     (chunk,) = said["stages"][0]["chunks"]
     assert (chunk["layers"], chunk["mtp_layers"], chunk["head"]) == ([0, 1, 2, 3], 1, True)
     assert said["recipe"] == load("demo").dump()

@@ -3,7 +3,7 @@
 import pytest
 
 from bundle.errors import ExitCode
-from bundle.planning.inputs import find_input_problems, find_local_inputs
+from bundle.planning.inputs import find_existing_local_inputs, find_input_problems
 from bundle.planning.rewards import find_reward_problems
 from tests.data.test_questions import ROWS, build, write
 
@@ -67,7 +67,7 @@ def test_rows_to_evaluate_with_must_be_here(tmp_path):
     assert problem.text.startswith(f"rl.evaluation.path '{gone}'")
     write(gone, ROWS)
     assert [*find_input_problems(recipe, tmp_path / "run")] == []
-    assert {one.key for one in find_local_inputs(recipe)} == {"data.path", "rl.evaluation.path"}
+    assert {one.key for one in find_existing_local_inputs(recipe)} == {"data.path", "rl.evaluation.path"}
 
 
 def test_answers_of_files_must_be_here(tmp_path):
@@ -77,12 +77,12 @@ def test_answers_of_files_must_be_here(tmp_path):
     assert problem.code == ExitCode.USAGE and problem.text.startswith(f"rl.rollout.path: {tmp_path} ")
     (tmp_path / "step-00000000.jsonl").touch()
     assert [*find_reward_problems(recipe)] == []
-    assert "rl.rollout.path" in {one.key for one in find_local_inputs(recipe)}
+    assert "rl.rollout.path" in {one.key for one in find_existing_local_inputs(recipe)}
 
 
 def test_the_files_of_functions_are_inputs_of_the_job(tmp_path):
     data, reward = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "mine.py"
     reward.write_text("def polite(answers, rows):\n    return [1.0] * len(answers)\n")
     recipe = build(f"data.path={data}", reward=f"{{kind: python, function: {reward}:polite}}")
-    (found,) = [one for one in find_local_inputs(recipe) if one.key == "rl.rewards.0.function"]
+    (found,) = [one for one in find_existing_local_inputs(recipe) if one.key == "rl.rewards.0.function"]
     assert found.paths == (reward,)

@@ -7,7 +7,7 @@ import pytest
 
 from bundle.architectures import Architecture
 from bundle.planning import Plan, build_plan
-from bundle.planning.roofline import COEFFICIENTS, StepTime
+from bundle.planning.roofline import COEFFICIENTS_BY_TERM, StepTime
 from bundle.planning.size import compute_model_size, list_layer_flops
 from bundle.recipe import list_built_in, load
 
@@ -75,7 +75,7 @@ def test_a_prediction_is_near_the_measurement(case: str, measured: float, docume
 
 def test_every_coefficient_names_a_heading_of_the_page():
     headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
-    for name, coefficient in COEFFICIENTS.items():
+    for name, coefficient in COEFFICIENTS_BY_TERM.items():
         place = coefficient.source.partition("; ")[2].partition(":")[0]
         is_measured = not coefficient.source.endswith(("not measured", "the same rows"))
         assert not is_measured or any(heading.startswith(place) for heading in headings), name
@@ -139,5 +139,5 @@ def test_an_unknown_device_is_predicted_as_an_h200():
         build_plan(recipe, hardware_name=name, mcore="0.16.1", per_node=1) for name in ("h200", "a3")
     )
     assert unknown.peak is None and unknown.layout is not None
-    assert "H200" in unknown.roofline.place and not known.roofline.place
+    assert "H200" in unknown.roofline.assumed_device_note and not known.roofline.assumed_device_note
     assert unknown.roofline.predict(recipe, unknown.layout).communication == 0

@@ -9,8 +9,13 @@ from bundle.capabilities import EnvVariable
 from bundle.errors import ExitCode
 from bundle.planning.activations import ActivationBytes
 from bundle.planning.memory import MemoryEstimate, StateBytes
-from bundle.planning.rollout import RolloutBytes, choose_transport, count_kv_cache_bytes
-from bundle.planning.server_memory import DeviceShare, add_cache, find_transport_problems, share_device
+from bundle.planning.rollout import RolloutBytes, choose_weight_transport, count_kv_cache_bytes
+from bundle.planning.server_memory import (
+    DeviceShare,
+    add_kv_cache,
+    compute_device_share,
+    find_ipc_transport_problems,
+)
 from bundle.recipe import Recipe, load
 from tests.command import run_bundle
 
@@ -31,7 +36,7 @@ def estimate(states: float, activations: float, weights: float, stage: int = 0) 
 
 def share(*overrides: str, states: float = 40, weights: float = 8, device: float = 140) -> DeviceShare:
     stages = [estimate(states / 2, 30, weights), estimate(states, 20, weights, stage=1)]
-    shared = share_device(build(*overrides), stages, int(device * GIB))
+    shared = compute_device_share(build(*overrides), stages, int(device * GIB))
     assert shared is not None
     return shared
 
@@ -82,20 +87,20 @@ def test_a_server_that_fits_beside_no_trainer_is_refused(messages):
 
 
 def test_the_cache_stands_beside_the_trainer_while_answers_are_sampled():
-    stages = add_cache([estimate(40, 20, 8)], share())
+    stages = add_kv_cache([estimate(40, 20, 8)], share())
     assert stages[0].rollout.transient == pytest.approx((0.59 * 140 - 8 - 0.875) * GIB, abs=2)
-    assert stages[0].sampling == pytest.approx((40 + 3 - 0.875 + 0.59 * 140) * GIB, abs=2)
+    assert stages[0].sampling_peak == pytest.approx((40 + 3 - 0.875 + 0.59 * 140) * GIB, abs=2)
     assert stages[0].learning == (40 + 8 + 3 + 20) * GIB
-    assert stages[0].total == stages[0].sampling
-    assert add_cache([estimate(40, 20, 8)], None) == (estimate(40, 20, 8),)
+    assert stages[0].peak_bytes == stages[0].sampling_peak
+    assert add_kv_cache([estimate(40, 20, 8)], None) == (estimate(40, 20, 8),)
 
 
 def test_servers_elsewhere_and_unknown_devices_share_nothing(tmp_path):
     stages = [estimate(40, 20, 8)]
-    assert share_device(build(), stages, None) is None
-    assert share_device(build(URLS), stages, GIB) is None
-    assert share_device(build(f"rl.rollout.path={tmp_path}"), stages, GIB) is None
-    assert share_device(load("grpo-arithmetic-cpu"), stages, GIB) is None
+    assert compute_device_share(build(), stages, None) is None
+    assert compute_device_share(build(URLS), stages, GIB) is None
+    assert compute_device_share(build(f"rl.rollout.path={tmp_path}"), stages, GIB) is None
+    assert compute_device_share(load("grpo-arithmetic-cpu"), stages, GIB) is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_servers_elsewhere_and_unknown_devices_share_nothing(tmp_path):
 def test_one_server_on_one_gpu_opens_the_memory_of_the_trainer(
     overrides, backend, setting, transport, variable
 ):
-    assert choose_transport(build(*overrides), backend, {variable: setting}) == transport
+    assert choose_weight_transport(build(*overrides), backend, {variable: setting}) == transport
 
 
 @pytest.mark.parametrize(
@@ -125,12 +130,12 @@ def test_one_server_on_one_gpu_opens_the_memory_of_the_trainer(
 )
 def test_memory_that_no_server_can_open_is_refused(backend, setting, messages):
     environment = [EnvVariable("PYTORCH_ALLOC_CONF", setting, "")]
-    problems = list(find_transport_problems(build("rl.rollout.transport=ipc"), backend, environment))
+    problems = list(find_ipc_transport_problems(build("rl.rollout.transport=ipc"), backend, environment))
     assert [problem.code for problem in problems] == [ExitCode.ENVIRONMENT_UNFIT]
     messages(problems[0].text)
     for recipe in (build(), build("rl.rollout.transport=files"), load("demo")):
-        assert not list(find_transport_problems(recipe, backend, environment))
-    allowed = find_transport_problems(build("rl.rollout.transport=ipc"), "cuda", [])
+        assert not list(find_ipc_transport_problems(recipe, backend, environment))
+    allowed = find_ipc_transport_problems(build("rl.rollout.transport=ipc"), "cuda", [])
     assert not list(allowed)
 
 

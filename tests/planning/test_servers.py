@@ -8,7 +8,7 @@ import pytest
 from bundle import files
 from bundle.errors import ExitCode
 from bundle.planning.rollout import RolloutBytes, count_weights_folder_bytes, estimate_rollout
-from bundle.planning.servers import find_rollout_problems
+from bundle.planning.servers import find_rollout_machine_problems
 from bundle.recipe import load
 
 URLS, REPLAY = "rl.rollout.urls=['http://one:1']", "rl.rollout.path=answers"
@@ -19,7 +19,7 @@ def build(*overrides: str):
 
 
 def collect(*overrides: str) -> set[str]:
-    problems = list(find_rollout_problems(build(*overrides)))
+    problems = list(find_rollout_machine_problems(build(*overrides)))
     assert {problem.code for problem in problems} <= {ExitCode.ENVIRONMENT_UNFIT}
     return {problem.text.partition(":")[0] for problem in problems}
 
@@ -27,7 +27,7 @@ def collect(*overrides: str) -> set[str]:
 def test_servers_of_another_python_and_servers_that_run_need_no_sglang_of_ours():
     assert collect(f"rl.rollout.python={sys.executable}") == set()
     assert collect(URLS) == set()
-    assert list(find_rollout_problems(load("grpo-arithmetic-cpu"))) == []
+    assert list(find_rollout_machine_problems(load("grpo-arithmetic-cpu"))) == []
     assert collect(REPLAY) == set()
 
 
@@ -46,7 +46,7 @@ def test_an_old_sglang_or_none_is_a_problem(tmp_path, monkeypatch, version, keys
 
 
 def test_a_python_that_is_none_is_a_problem(tmp_path, messages):
-    problems = list(find_rollout_problems(build(f"rl.rollout.python={tmp_path}/python")))
+    problems = list(find_rollout_machine_problems(build(f"rl.rollout.python={tmp_path}/python")))
     assert [problem.text.partition(":")[0] for problem in problems] == ["rl.rollout.python"]
     messages(problems[0].text)
 

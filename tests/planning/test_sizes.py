@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.capabilities.cpu import LOCAL_LAYER_TRAITS
 from bundle.environment.hardware import build_preset
 from bundle.environment.packages import MegatronCode
 from bundle.errors import ExitCode, UsageError
@@ -142,11 +142,11 @@ def test_the_fullest_rank_is_the_fullest_of_all(parallel, world, overlap):
         distributed={"overlap_grad_reduce": overlap, "bucket_size": 3001},
     )
     buffers = StateBuffers.from_recipe(
-        recipe, build_rank_layout(recipe, world), LOCAL_LAYERS, MegatronCode(Version(RELEASE))
+        recipe, build_rank_layout(recipe, world), LOCAL_LAYER_TRAITS, MegatronCode(Version(RELEASE))
     )
     by_hand = [bytes_by_hand(recipe, buffers, rank) for rank in range(world)]
-    assert [buffers.compute_rank_bytes(rank).total for rank in range(world)] == by_hand
+    assert [buffers.compute_rank_bytes(rank).device_total for rank in range(world)] == by_hand
     for stage in range(recipe.parallel.pp):
         inside = by_hand[stage * world // recipe.parallel.pp : (stage + 1) * world // recipe.parallel.pp]
-        assert buffers.compute_largest_bytes(stage).total == max(inside)
+        assert buffers.compute_largest_bytes(stage).device_total == max(inside)
     assert len(set(by_hand)) > 2

@@ -15,10 +15,10 @@ from bundle.planning.layout import build_rank_layout
 from bundle.planning.tuning import (
     RECOMPUTE_HALF,
     Search,
-    _divide_layers,
-    _Failure,
+    _MemoryFailure,
+    _shorten_end_stages,
     describe_layout,
-    list_changes,
+    list_tuned_overrides,
     search_candidates,
 )
 from bundle.recipe import Parallel, Recipe, from_mapping, list_built_in, load
@@ -47,20 +47,20 @@ def check_ready(name: str, world: int) -> None:
     assert time.process_time() - started < MOST_SECONDS
     if not search.candidates:
         # Weights in bf16 and gradients in fp32, with everything else on the host.
-        assert 6 * plan_for(world, recipe).size.parameters > world * (H200.device_memory.value or 0)
+        assert 6 * plan_for(world, recipe).size.parameters > world * (H200.smallest_device_memory.value or 0)
         with pytest.raises(EnvironmentUnfit, match="too much"):
-            search.refuse(plan_for(world, recipe))
+            search.raise_without_candidates(plan_for(world, recipe))
         return
-    search.refuse(plan_for(world, recipe))
-    most = 0.9 * (H200.device_memory.value or 0)
-    free = [float(f"{of.time.total:.3g}") for of in search.candidates if of.plan.fullest_bytes <= most]
+    search.raise_without_candidates(plan_for(world, recipe))
+    most = 0.9 * (H200.smallest_device_memory.value or 0)
+    free = [float(f"{of.time.total:.3g}") for of in search.candidates if of.plan.fullest_rank_bytes <= most]
     assert free == sorted(free)
     best = search.candidates[0].plan.recipe
-    again = load(name, list_changes(recipe, best))
-    assert again.with_sections() == best
+    again = load(name, list_tuned_overrides(recipe, best))
+    assert again.with_unchecked_sections() == best
     accepted = plan_for(world, again)
     assert not accepted.problems and accepted.world == world
-    assert accepted.fullest_bytes <= most or not free
+    assert accepted.fullest_rank_bytes <= most or not free
 
 
 @pytest.mark.parametrize(("name", "world"), QUICK)
@@ -132,14 +132,14 @@ def test_the_best_candidate_is_the_best_of_all(config, share: float):
     """Against a list without order and without shortcuts; `share`: of the memory that the fastest needs."""
     recipe = job(config, train={"steps": 10, "global_batch_size": 2}, data=ROWS)
     _, free = search_on(recipe, H200, per_node=4)
-    gib = share * free.candidates[0].plan.fullest_bytes / 2**30
+    gib = share * free.candidates[0].plan.fullest_rank_bytes / 2**30
     hardware = with_memory(H200, gib)
     base, search = search_on(recipe, hardware, per_node=4)
     assert (share < 1) == (search.candidates[0].plan.recipe != free.candidates[0].plan.recipe)
     fastest = float("inf")
     for other in list_by_force(recipe, 4):
         planned = plan_on(other, hardware, per_node=4)
-        if not planned.problems and planned.fullest_bytes <= 0.9 * gib * 2**30:
+        if not planned.problems and planned.fullest_rank_bytes <= 0.9 * gib * 2**30:
             fastest = min(fastest, base.roofline.predict(other, build_rank_layout(other, 4)).total)
     assert search.candidates[0].time.total == pytest.approx(fastest, rel=0.01)
 
@@ -151,7 +151,10 @@ def test_a_small_memory_asks_for_recomputation_and_then_for_the_host():
     recipe, chosen, gib = job(QWEN3, train={"steps": 10, "global_batch_size": 1}, data=ROWS), [], 100.0
     for _ in range(4):  # each memory is a little too small for the choice before
         _, search = search_on(recipe, with_memory(H200, gib), per_node=1)
-        best, gib = search.candidates[0].plan.recipe, search.candidates[0].plan.fullest_bytes / 2**30 / 0.91
+        best, gib = (
+            search.candidates[0].plan.recipe,
+            search.candidates[0].plan.fullest_rank_bytes / 2**30 / 0.91,
+        )
         recompute, optimizer = best.model.recompute, best.optimizer
         chosen.append((recompute and recompute.method, optimizer.optimizer_cpu_offload))
         assert optimizer.use_precision_aware_optimizer is optimizer.optimizer_cpu_offload
@@ -161,10 +164,10 @@ def test_a_small_memory_asks_for_recomputation_and_then_for_the_host():
 def test_a_tight_layout_is_chosen_where_no_other_fits():
     recipe = job(QWEN3, train={"steps": 10, "global_batch_size": 1}, data=ROWS)
     _, search = search_on(recipe, with_memory(H200, 100), per_node=1)
-    least = min(of.plan.fullest_bytes for of in _search_all(recipe).candidates) / 2**30
+    least = min(of.plan.fullest_rank_bytes for of in _search_all(recipe).candidates) / 2**30
     _, search = search_on(recipe, with_memory(H200, least * 1.05), per_node=1)
     (candidate,) = search.candidates
-    assert candidate.plan.fullest_bytes / 2**30 == pytest.approx(least)
+    assert candidate.plan.fullest_rank_bytes / 2**30 == pytest.approx(least)
     assert any("memory is tight" in note for note in candidate.plan.notes)
 
 
@@ -181,7 +184,7 @@ def test_a_recipe_without_a_fitting_layout_is_refused_with_the_nearest(messages)
     recipe = job(DEEPSEEK, train={"steps": 10, "global_batch_size": 8}, data=ROWS)
     base, search = search_on(recipe, with_memory(H200, 0.001), per_node=2)
     with pytest.raises(EnvironmentUnfit) as refusal:
-        search.refuse(base)
+        search.raise_without_candidates(base)
     assert "optimizer on the host" in str(refusal.value) and refusal.value.violations
     messages(refusal.value)
 
@@ -190,7 +193,7 @@ def test_a_recipe_without_an_allowed_layout_is_refused_with_its_violations(messa
     recipe = job(QWEN3, train={"steps": 10, "global_batch_size": 1}, data=ROWS)
     base, search = search_on(recipe, H200, per_node=7)
     with pytest.raises(UsageError, match=r"train\.global_batch_size") as refusal:
-        search.refuse(base)
+        search.raise_without_candidates(base)
     messages(refusal.value)
 
 
@@ -205,7 +208,7 @@ def test_the_uneven_stages_of_a_prime_number_of_layers_are_tried():
 
 
 def test_interleaved_uneven_stages_have_whole_chunks():
-    layouts = list(_divide_layers(Parallel(pp=2, vpp=2), 10))
+    layouts = list(_shorten_end_stages(Parallel(pp=2, vpp=2), 10))
     ends = [(p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage) for p in layouts]
     assert ends == [(6, 4)]
 
@@ -213,12 +216,12 @@ def test_interleaved_uneven_stages_have_whole_chunks():
 def test_a_failure_says_nothing_of_a_layout_that_divides_more():
     """Activations lacked memory in `failed`; each other one divides or keeps less, or stages differ."""
     failed = job(DEEPSEEK, parallel={"tp": 2, "pp": 2, "ep": 2, "etp": 1})
-    failure = _Failure(failed, RECOMPUTE_HALF, lacks_states=False)
+    failure = _MemoryFailure(failed, RECOMPUTE_HALF, lacks_states=False)
     assert failure.covers(failed, RECOMPUTE_HALF) and failure.covers(failed, RECOMPUTE_HALF - 1)
     assert not failure.covers(failed, RECOMPUTE_HALF + 1)
     for changes in ({"tp": 4}, {"cp": 2}, {"ep": 4}, {"pp": 4}, {"vpp": 2}):
         parallel = failed.parallel.model_copy(update=changes)
-        assert not failure.covers(failed.with_sections(parallel=parallel), RECOMPUTE_HALF), changes
+        assert not failure.covers(failed.with_unchecked_sections(parallel=parallel), RECOMPUTE_HALF), changes
 
 
 def test_words_for_a_layout():
@@ -226,4 +229,4 @@ def test_words_for_a_layout():
     recipe = job(DEEPSEEK, **values, model={"config": DEEPSEEK, "recompute": {"granularity": "full"}})
     words = "tp 4, pp 2, ep 2, etp 1, 2 chunks a stage, micro-batch 1, recompute all layers"
     assert describe_layout(recipe) == words
-    assert list_changes(recipe, recipe) == []
+    assert list_tuned_overrides(recipe, recipe) == []

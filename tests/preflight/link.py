@@ -28,17 +28,17 @@ if __name__ == "__main__":
     if sys.argv[2] == "held":
         dist.batch_isend_irecv = lambda _: time.sleep(600)  # type: ignore
     if sys.argv[2] == "slow":
-        result = links.LinkStore.collect_defects
+        result = links.LinkStore.collect_node_verdicts
 
         def slow(*of: Any) -> Any:
             found = result(*of)
             time.sleep(3)  # the others end meanwhile
             return found
 
-        links.LinkStore.collect_defects = slow  # type: ignore
+        links.LinkStore.collect_node_verdicts = slow  # type: ignore
     if sys.argv[2] == "late":
         _late(dist, "batch_isend_irecv")
-        _late(links.LinkMeasurement, "_wait_for_device")
+        _late(links.LinkMeasurer, "_wait_for_device")
     links.probe(LinkWorker.from_argument(sys.argv[1])).print_result()
     sys.stdout.flush()
     os._exit(0)

@@ -11,13 +11,13 @@ import pytest
 
 from bundle import preflight
 from bundle.environment.hardware import build_preset
-from bundle.errors import LaunchUnavailable
+from bundle.errors import TargetUnavailable
 from bundle.launch.rendezvous import discover
 from tests.launch.launched import ROOT, gone, reserved
 
 ALONE = """
-from bundle.preflight import Probe, run
-run([Probe("device 0", "tests.preflight.probe", ("sleep",), "")], 600.0)
+from bundle.preflight import Probe, run_probes
+run_probes([Probe("device 0", "tests.preflight.probe", ("sleep",), "")], 600.0)
 """
 TOGETHER = """
 import sys
@@ -82,6 +82,6 @@ def test_a_port_that_somebody_has_is_nothing_against_the_node(host, messages):
     with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
         where = discover({}, nodes=2, node_rank=0, endpoint=f"127.0.0.1:{port}")
-        with pytest.raises(LaunchUnavailable, match=f"port {port}") as raised:
+        with pytest.raises(TargetUnavailable, match=f"port {port}") as raised:
             preflight.measure_links(build_preset("cpu", 1), where, {}, quick=True, devices=1, wait=1)
     messages(str(raised.value).replace(str(port), "PORT"))

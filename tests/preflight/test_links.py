@@ -11,17 +11,19 @@ import pytest
 
 from bundle.launch.rendezvous import discover
 from bundle.preflight import nodes
-from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, parse_report
+from bundle.preflight.nodes import LinkWorker, ProcessReport, RankLink, judge_links, parse_link_report
 from tests.command import start_bundle
 from tests.launch.launched import reserved
 
 COLLECTIVES = ("GB/s all-reduce", "GB/s all-to-all")
 
 
-def between(speeds: dict[tuple[int, int], float], count: int) -> dict[int, Report]:
+def between(speeds: dict[tuple[int, int], float], count: int) -> dict[int, ProcessReport]:
     """What nodes of one device report whose links have these GB/s."""
     return {
-        rank: Report(tuple(Link(a, b, speed, 5.0) for (a, b), speed in speeds.items() if b == rank))
+        rank: ProcessReport(
+            tuple(RankLink(a, b, speed, 5.0) for (a, b), speed in speeds.items() if b == rank)
+        )
         for rank in range(count)
     }
 
@@ -60,15 +62,18 @@ def test_a_node_that_receives_fast_and_sends_slowly_is_at_fault():
 
 
 def test_links_within_a_node_are_not_held_against_those_between_nodes():
-    within = {rank: Report((Link(rank ^ 1, rank, 300.0, 1.0),)) for rank in range(4)}
-    across = {rank: Report((*within[rank].links, Link((rank + 2) % 4, rank, 40.0, 9.0))) for rank in range(4)}
+    within = {rank: ProcessReport((RankLink(rank ^ 1, rank, 300.0, 1.0),)) for rank in range(4)}
+    across = {
+        rank: ProcessReport((*within[rank].links, RankLink((rank + 2) % 4, rank, 40.0, 9.0)))
+        for rank in range(4)
+    }
     assert judge_links(across, range(2), 2) == {}
 
 
-def silent(*waits: tuple[int, int], count: int) -> dict[int, Report]:
+def silent(*waits: tuple[int, int], count: int) -> dict[int, ProcessReport]:
     """What nodes report of which (rank, other) waited for the other in vain."""
-    said = {rank: Report((), "waiting for the other ranks") for rank in range(count)}
-    return said | {rank: Report((), "an exchange", other) for rank, other in waits}
+    said = {rank: ProcessReport((), "waiting for the other ranks") for rank in range(count)}
+    return said | {rank: ProcessReport((), "an exchange", other) for rank, other in waits}
 
 
 def test_the_node_that_is_at_one_end_of_every_silent_link_is_at_fault(messages):
@@ -91,22 +96,24 @@ def test_a_node_that_says_nothing_is_at_fault_and_not_who_waited_for_it(messages
 
 
 def test_where_all_are_held_together_all_are_told(messages):
-    said = {rank: Report((), "an all-reduce") for rank in range(2)}
+    said = {rank: ProcessReport((), "an all-reduce") for rank in range(2)}
     wrong = judge_links(said, range(2), 1)
     assert wrong.keys() == {0, 1} and all("all-reduce" in cause for cause in wrong.values())
     messages(wrong[0])
 
 
 def test_what_is_sent_is_what_is_read():
-    report = Report((Link(0, 1, 2.5, 3.5),), "an exchange", 4)
-    assert parse_report(json.loads(json.dumps(report))) == report
+    report = ProcessReport((RankLink(0, 1, 2.5, 3.5),), "an exchange", 4)
+    assert parse_link_report(json.loads(json.dumps(report))) == report
     where = discover({}, nodes=3, node_rank=1, endpoint="h:1")
-    (place,) = nodes.build_workers("cpu", 1, where, Path("f"), unfit="x", wait=1, seconds=2, quick=True)
+    (place,) = nodes.describe_link_workers(
+        "cpu", 1, where, Path("f"), unfit="x", wait=1, seconds=2, quick=True
+    )
     assert LinkWorker.from_argument(place.argument) == place and (place.address, place.port) == ("h", 1)
 
 
 def test_lists_have_a_name_on_each_line(tmp_path):
-    nodes.write(tmp_path / "lists", [("gpu1", ""), ("gpu2", "its GPU failed"), ("gpu3", "")])
+    nodes.write_node_lists(tmp_path / "lists", [("gpu1", ""), ("gpu2", "its GPU failed"), ("gpu3", "")])
     assert (tmp_path / "lists/passing.txt").read_text() == "gpu1\ngpu3\n"
     assert (tmp_path / "lists/failing.txt").read_text() == "gpu2\n"
 
@@ -150,7 +157,7 @@ def measuring(size: int) -> Any:
         kind="cpu", local_rank=0, per_node=size, nodes=1, node_rank=0, address="", port=0, unfit="",
         wait=1, seconds=1, quick=True, name="gpu0",
     )  # fmt: skip
-    found = links.LinkMeasurement(place, 0, size, 1)
+    found = links.LinkMeasurer(place, 0, size, 1)
     found._wait_at_barrier = lambda: setattr(found, "stage", "waiting for the other ranks")
     return found
 

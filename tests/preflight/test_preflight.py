@@ -22,7 +22,7 @@ from bundle.preflight import (
     build_probes,
     build_report,
     mark_slow_devices,
-    run,
+    run_probes,
 )
 
 HERE = "tests.preflight.probe"
@@ -54,7 +54,7 @@ def test_a_device_that_is_slower_than_its_neighbours_is_told(messages):
 @pytest.mark.parametrize(("of_which", "wrong"), [("h200", "device 0"), ("cpu", "")])
 def test_processes_that_share_their_processors_are_not_compared(of_which, wrong, tmp_path, monkeypatch):
     unequal = {probe(subject=f"device {n}"): ProbeResult({"TFLOP/s": 1.0 + n}) for n in range(2)}
-    monkeypatch.setattr(preflight, "run", lambda *_: unequal)
+    monkeypatch.setattr(preflight, "run_probes", lambda *_: unequal)
     monkeypatch.setattr(preflight, "measure_links", lambda *_, **__: {})
     where = Rendezvous(1, 0, "127.0.0.1", None, "", "")
     asked = preflight.NodeCheck(build_preset(of_which, 2), tmp_path, where, quick=True, devices=2, wait=1.0)
@@ -78,7 +78,7 @@ def test_what_a_probe_finds_wrong_is_told_with_what_to_do():
 )
 def test_a_probe_that_breaks_or_never_answers_is_wrong(does, wrong):
     asked = probe(does)
-    found = run([asked], 2.0 if does == "sleep" else 120.0)[asked]
+    found = run_probes([asked], 2.0 if does == "sleep" else 120.0)[asked]
     assert found.wrong == wrong
     assert found.seconds >= (2.0 if does == "sleep" else 0.01)
 
@@ -87,13 +87,13 @@ def test_a_probe_is_not_waited_for_while_what_it_started_holds_its_output():
     began = time.monotonic()
     asked = probe("leave")
     # Time enough to start it, on a busy machine too.
-    assert run([asked], 12.0)[asked].wrong == "no answer within 12 s"
+    assert run_probes([asked], 12.0)[asked].wrong == "no answer within 12 s"
     assert time.monotonic() - began < 60
 
 
 def test_lines_of_libraries_are_not_what_a_probe_found():
     asked = probe("chatter")
-    assert run([asked], 120.0)[asked].measured == {"TFLOP/s": 1.0}
+    assert run_probes([asked], 120.0)[asked].measured == {"TFLOP/s": 1.0}
 
 
 def test_what_a_node_came_to_has_status_and_what_to_do():

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from bundle.errors import UsageError
-from bundle.pretrained.replacing import MANIFEST, refuse_overwrite, replace_directory
+from bundle.pretrained.replacing import (
+    MANIFEST_FILE_NAME,
+    refuse_overlap_and_foreign_files,
+    replace_directory,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +29,7 @@ def names(directory: Path) -> list[str]:
 
 def held(place: Path) -> dict[str, str]:
     """What a person finds there."""
-    return {path.name: path.read_text() for path in place.iterdir() if path.name != MANIFEST}
+    return {path.name: path.read_text() for path in place.iterdir() if path.name != MANIFEST_FILE_NAME}
 
 
 _KILLED = """
@@ -104,7 +108,7 @@ def test_what_is_no_directory_is_refused_before_anything_is_written(tmp_path, mo
         with pytest.raises(UsageError, match=why):
             put(tmp_path / name, "new")
         with pytest.raises(UsageError, match=why):
-            refuse_overwrite(tmp_path / name, [], force=True)
+            refuse_overlap_and_foreign_files(tmp_path / name, [], force=True)
     assert names(tmp_path) == before and (tmp_path / "file").read_text() == "mine"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -119,30 +123,32 @@ def test_what_is_read_is_never_replaced(tmp_path, messages):
     for out in (run, run.parent, tmp_path, run / "hf", tmp_path / "link", run / ".." / "mine"):
         for force in (False, True):
             with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as error:
-                refuse_overwrite(out, [tmp_path / "elsewhere", tmp_path / "link"], force=force)
+                refuse_overlap_and_foreign_files(
+                    out, [tmp_path / "elsewhere", tmp_path / "link"], force=force
+                )
             messages(error.value)
     for out in (tmp_path / "runs" / "mine too", tmp_path / "runs" / "min"):
-        refuse_overwrite(out, [run], force=False)
+        refuse_overlap_and_foreign_files(out, [run], force=False)
 
 
 def test_what_others_have_put_there_is_replaced_by_force_alone(tmp_path, messages):
     mine, ours = tmp_path / "mine", tmp_path / "ours"
-    refuse_overwrite(mine, [], force=False)
+    refuse_overlap_and_foreign_files(mine, [], force=False)
     mine.mkdir()
-    refuse_overwrite(mine, [], force=False)
+    refuse_overlap_and_foreign_files(mine, [], force=False)
     for _ in range(2):  # what was written here may be replaced, again and again
         with replace_directory(ours) as partial:
             (partial / "release").mkdir()
             (partial / "release" / "weights").write_text("1")
-        refuse_overwrite(ours, [], force=False)
+        refuse_overlap_and_foreign_files(ours, [], force=False)
     for directory, name in ((mine, "thesis.txt"), (ours, "release/thesis.txt"), (ours, ".hidden")):
         (directory / name).write_text("years")
         with pytest.raises(UsageError, match=rf"{re.escape(name)}.*--force") as error:
-            refuse_overwrite(directory, [], force=False)
+            refuse_overlap_and_foreign_files(directory, [], force=False)
         messages(error.value)
-        refuse_overwrite(directory, [], force=True)
+        refuse_overlap_and_foreign_files(directory, [], force=True)
         (directory / name).unlink()
-    (ours / MANIFEST).unlink()
+    (ours / MANIFEST_FILE_NAME).unlink()
     with pytest.raises(UsageError, match="release/weights") as error:
-        refuse_overwrite(ours, [], force=False)
+        refuse_overlap_and_foreign_files(ours, [], force=False)
     messages(error.value)

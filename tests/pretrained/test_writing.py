@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bundle.pretrained import find_weights, writing
-from bundle.pretrained.writing import OutputTensor, SafetensorsWriter, build_file_names, split_into_files
+from bundle.pretrained.writing import OutputTensor, SafetensorsFileWriter, build_file_names, split_into_files
 from tests.pretrained.directories import recipe, write
 
 TENSORS = [
@@ -28,7 +28,7 @@ def written(directory: Path, largest: int) -> dict[str, list[OutputTensor]]:
         )
     )
     for name, share in of.items():
-        file = SafetensorsWriter(directory / name, share)
+        file = SafetensorsFileWriter(directory / name, share)
         for tensor in share:
             file.append(tensor.name.encode() * tensor.bytes)
         file.close()

@@ -7,7 +7,7 @@ import pytest
 from bundle.errors import UsageError
 from bundle.recipe import from_mapping, list_differences, load
 from bundle.recipe.chat_template import MOST_BYTES, list_built_in
-from bundle.recipe.completion import list_settings
+from bundle.recipe.completion import list_shown_settings
 from tests.data import chat
 
 ROWS = ["task=sft", "data.source=jsonl", "data.path=[rows.jsonl]", "data.separator=null"]
@@ -29,7 +29,7 @@ def test_the_text_of_a_file_is_in_the_recipe_and_needs_the_file_no_more(tmp_path
     path = tmp_path / "mine.jinja"
     path.write_text(chat.SIMPLE)
     found = recipe(f"data.template={path}")
-    assert found.data.template == found.data.template_text == chat.SIMPLE
+    assert found.data.template == found.data.custom_template_text == chat.SIMPLE
     assert found.data.has_template and str(path) in found.origins["data.template"]
     path.unlink()
     again = from_mapping(json.loads(json.dumps(found.dump())))
@@ -48,20 +48,22 @@ def test_another_text_under_the_same_name_is_another_job(tmp_path):
 
 def test_a_recipe_may_have_the_text_itself_and_plans_do_not_print_it():
     found = recipe(f"data.template={json.dumps(chat.SIMPLE)}")
-    assert found.data.template_text == chat.SIMPLE
-    (said,) = (each for each in list_settings(found.dump(), found.origins) if each.key == "data.template")
+    assert found.data.custom_template_text == chat.SIMPLE
+    (said,) = (
+        each for each in list_shown_settings(found.dump(), found.origins) if each.key == "data.template"
+    )
     assert "{%" not in said.value and str(len(chat.SIMPLE)) in said.value
 
 
 @pytest.mark.parametrize(("value", "text"), [("plain", None), ("chat", None)])
 def test_plain_and_chat_are_no_texts(value, text):
-    assert recipe(f"data.template={value}").data.template_text is text
+    assert recipe(f"data.template={value}").data.custom_template_text is text
 
 
 def test_built_in_templates_are_found_by_name():
     assert "chatml" in list_built_in()
     for name in list_built_in():
-        assert "messages" in (recipe(f"data.template={name}").data.template_text or "")
+        assert "messages" in (recipe(f"data.template={name}").data.custom_template_text or "")
 
 
 @pytest.mark.parametrize(

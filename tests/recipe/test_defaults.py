@@ -6,9 +6,9 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.recipe import flatten, from_mapping, list_differences, load, with_epochs_as_steps
-from bundle.recipe.completion import list_settings
-from bundle.recipe.defaults import BIAS_UPDATE_RATE, DEFAULTS
-from bundle.recipe.defaults import TRAINING_KINDS as KINDS_BY
+from bundle.recipe.completion import list_shown_settings
+from bundle.recipe.defaults import BIAS_UPDATE_RATE_KEY, DEFAULTS_BY_TRAINING_KIND
+from bundle.recipe.defaults import KIND_BY_TASK_AND_LORA as KINDS_BY
 from tests.data import chat
 from tests.journeys.checkpoints import CONFIGS
 
@@ -141,7 +141,10 @@ def test_each_kind_of_training_has_its_defaults(model, task, lora, expected):
     ) == expected
     assert (found.model.dtype, optimizer.schedule, optimizer.clip_grad) == ("bf16", "cosine", 1.0)
     assert optimizer.warmup_steps == 0 and optimizer.count_warmup(100) == 100 * optimizer.warmup_ratio
-    assert all(default.source in found.origins[default.key] for default in DEFAULTS[KINDS_BY[task, lora]][:3])
+    assert all(
+        default.source in found.origins[default.key]
+        for default in DEFAULTS_BY_TRAINING_KIND[KINDS_BY[task, lora]][:3]
+    )
     assert from_mapping(found.dump()) == found
 
 
@@ -153,13 +156,13 @@ def test_a_steering_bias_of_published_weights_stays_in_sft_and_dpo(model, task, 
     words = ["model.lora={}"] if lora else []
     found = recipe(model, *words, task=task)
     assert found.model.moe.bias_update_rate == rate
-    assert (BIAS_UPDATE_RATE in found.origins) == (task != "pretrain" and not lora)
+    assert (BIAS_UPDATE_RATE_KEY in found.origins) == (task != "pretrain" and not lora)
     if not lora:
-        assert recipe(model, f"{BIAS_UPDATE_RATE}=0.5", task=task).model.moe.bias_update_rate == 0.5
+        assert recipe(model, f"{BIAS_UPDATE_RATE_KEY}=0.5", task=task).model.moe.bias_update_rate == 0.5
 
 
 def test_a_model_without_a_steering_bias_has_no_such_default(model):
-    assert BIAS_UPDATE_RATE not in recipe(model).origins
+    assert BIAS_UPDATE_RATE_KEY not in recipe(model).origins
 
 
 def test_written_keys_win_over_the_defaults_of_the_kind(model):
@@ -200,9 +203,11 @@ def test_a_warm_up_is_a_share_of_the_steps_once_they_are_known(model):
 
 
 def test_larger_models_have_lower_rates():
-    (rate,) = (default for default in DEFAULTS["full DPO"] if default.key == "optimizer.lr")
+    (rate,) = (default for default in DEFAULTS_BY_TRAINING_KIND["full DPO"] if default.key == "optimizer.lr")
     assert (rate.choose(8e9), rate.choose(7e10), rate.choose(4e11)) == (5e-7, 2e-7, 2e-7)
-    (rate,) = (default for default in DEFAULTS["pre-training"] if default.key == "optimizer.lr")
+    (rate,) = (
+        default for default in DEFAULTS_BY_TRAINING_KIND["pre-training"] if default.key == "optimizer.lr"
+    )
     assert [rate.choose(size) for size in (1.3e8, 1.3e9, 8e9, 1e12)] == [6e-4, 2e-4, 1.2e-4, 6e-5]
 
 
@@ -216,10 +221,10 @@ def test_a_large_model_that_begins_with_random_weights_has_the_rate_of_its_size(
 
 def test_the_settings_of_a_recipe_are_told_with_their_origins(model):
     found = recipe(model, "optimizer.lr=1e-4")
-    told = {setting.key: setting for setting in list_settings(found.dump(), found.origins)}
+    told = {setting.key: setting for setting in list_shown_settings(found.dump(), found.origins)}
     assert told["data.tokenizer"].origin == "model.path"
     assert told["optimizer.lr"][1:] == (1e-4, "--set optimizer.lr=1e-4")
     assert "full SFT" in told["data.packed"].origin and "model.lora.rank" not in told
     adapted = recipe(model, "model.lora.rank=8")
-    told = {setting.key: setting for setting in list_settings(adapted.dump(), adapted.origins)}
+    told = {setting.key: setting for setting in list_shown_settings(adapted.dump(), adapted.origins)}
     assert told["model.lora.rank"].value == 8 and "TRL" in told["model.lora.alpha"].origin

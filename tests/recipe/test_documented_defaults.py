@@ -25,7 +25,7 @@ def test_a_page_has_the_defaults_of_its_task(page, kinds):
     )
     cells = {key: (full, more, lora) for key, full, more, lora in rows}
     for column, kind in enumerate(kinds):
-        table = {each.key: each for each in defaults.DEFAULTS[kind]}
+        table = {each.key: each for each in defaults.DEFAULTS_BY_TRAINING_KIND[kind]}
         documented = cells.keys() & table.keys()
         assert len(documented) == 8
         for key in documented:

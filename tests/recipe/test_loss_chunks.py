@@ -2,7 +2,7 @@
 
 import pytest
 
-from bundle.recipe.loss_chunks import choose_loss_chunk, count_local_logits
+from bundle.recipe.loss_chunks import choose_loss_chunk, compute_local_vocab_size
 from tests.planning.jobs import QWEN3, job
 
 WORDS = 151936  # of which 1,766 tokens have 2**28 logits
@@ -46,4 +46,4 @@ def of(length, words=WORDS, *, data=PACKED, rows=1, tp=1, cp=1, **sections):
 )
 def test_many_logits_are_computed_in_chunks(recipe, chunk):
     assert choose_loss_chunk(recipe) == chunk
-    assert chunk is None or chunk * count_local_logits(recipe) <= 2**28
+    assert chunk is None or chunk * compute_local_vocab_size(recipe) <= 2**28

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import UsageError
 from bundle.recipe import from_mapping, load
-from bundle.recipe.rl_rules import find_room, split_function
+from bundle.recipe.rl_rules import compute_max_prompt_completion_length, split_function
 
 MATH = {"kind": "math", "field": "answer", "pattern": "#### (.+)"}
 PYTHON = {"kind": "python", "function": "mine.py:polite", "weight": 0.1}
@@ -236,7 +236,7 @@ def test_a_violation_of_a_reward_names_the_line_of_its_key(tmp_path):
 @pytest.mark.parametrize("length", [64, 127, 128, 200])
 def test_an_answer_has_room_for_a_question_of_one_token(length):
     overrides, key = [f"data.sequence_length={length}"], "rl.rollout.max_completion_length"
-    assert find_room(build(*overrides, f"{key}=1")) == length
+    assert compute_max_prompt_completion_length(build(*overrides, f"{key}=1")) == length
     build(*overrides, f"{key}={length - 1}")
     assert collect_violations(*overrides, f"{key}={length}")
 

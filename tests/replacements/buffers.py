@@ -15,7 +15,7 @@ from bundle import backends
 
 
 def main(patched: bool, cases: list[Any]) -> None:
-    runtime = backends.prepare("cpu")
+    runtime = backends.set_up_runtime("cpu")
     from megatron.core import parallel_state
 
     found: dict[int, Any] = {}
@@ -40,7 +40,7 @@ def _places(patched: bool, bucket_size: int | None, sizes: list[int], shared: in
     vars(backward[shared])["shared_embedding"] = True
     initialize = _ParamAndGradBuffer.__init__
     if patched:
-        initialize = gradients.start_behind_padding(initialize)
+        initialize = gradients.pad_before_embedding_bucket(initialize)
     group = torch.distributed.group.WORLD
     buffer = object.__new__(_ParamAndGradBuffer)
     initialize(

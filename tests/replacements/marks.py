@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bundle.environment.packages import detect
 from bundle.patches import patcher, plan
-from bundle.patches.megatron_core import find_installed_core, load_review_table
+from bundle.patches.megatron_core import find_installed_or_default_core, load_review_table
 from bundle.patches.plan import survey_patches
 from tests.replacements import transformer_engine
 
@@ -29,7 +29,7 @@ def main(ids: list[str]) -> None:
     transformer_engine.install()
     here, table = detect(), load_review_table()
     whole = plan.build_patch_plan(
-        survey_patches(find_installed_core(here, table), table, here, backend="cuda")
+        survey_patches(find_installed_or_default_core(here, table), table, here, backend="cuda")
     )
     patcher.apply(replace(whole, steps=tuple(step for step in whole.steps if step.patch in ids)))
     from megatron.core import parallel_state

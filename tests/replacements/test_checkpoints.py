@@ -5,7 +5,7 @@ import types
 import pytest
 
 from bundle.patches.entry import PatchAction
-from bundle.patches.megatron_core import find_named_core, load_review_table
+from bundle.patches.megatron_core import load_review_table, resolve_core_path_or_version
 from bundle.patches.plan import survey_patches
 from bundle.replacements import checkpoints
 from tests.environment.test_packages import install, stack
@@ -28,7 +28,7 @@ def numpy_without_product() -> types.ModuleType:
 
 def test_numpy_gets_its_old_name_back_for_one_module_only():
     numpy = numpy_without_product()
-    older = checkpoints.with_product(numpy)
+    older = checkpoints.restore_numpy_product(numpy)
     assert older.product((3, 4)) == older.prod((3, 4)) == 12
     assert older.char == "found"
     with pytest.raises(AttributeError, match="'alltrue'"):
@@ -50,7 +50,7 @@ def test_the_numpy_that_is_installed_decides(tmp_path, release, numpy, action, v
         install(tmp_path, "numpy", numpy)
     table = load_review_table()
     decisions = survey_patches(
-        find_named_core(release, table), table, stack(tmp_path), backend="cpu"
+        resolve_core_path_or_version(release, table), table, stack(tmp_path), backend="cpu"
     ).decisions
     decision = next(decision for decision in decisions if decision.id == PRODUCT)
     assert decision.action is action and value in decision.reason

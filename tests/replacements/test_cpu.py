@@ -11,7 +11,7 @@ def test_splits_become_numbers_wherever_the_tensor_was():
         """As megatron has it: only what comes from a GPU is converted."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) and tensor.is_meta else tensor
 
-    move = moe.convert_splits_on_host(original)
+    move = moe.convert_cpu_splits_to_numpy(original)
     splits = torch.tensor([3, 0, 5])
     assert move(splits, as_numpy=True).tolist() == [3, 0, 5]
     assert not torch.is_tensor(move(splits, True, record_stream=True))
@@ -25,7 +25,11 @@ def test_megatrons_own_function_leaves_a_tensor_on_the_cpu():
 
     splits = torch.tensor([3, 0, 5])
     assert torch.is_tensor(maybe_move_tensor_to_cpu(splits, as_numpy=True))
-    assert moe.convert_splits_on_host(maybe_move_tensor_to_cpu)(splits, as_numpy=True).tolist() == [3, 0, 5]
+    assert moe.convert_cpu_splits_to_numpy(maybe_move_tensor_to_cpu)(splits, as_numpy=True).tolist() == [
+        3,
+        0,
+        5,
+    ]
 
 
 def test_nothing_to_quantize_is_not_quantized():
@@ -45,5 +49,5 @@ def test_nothing_to_quantize_is_not_quantized():
 def test_the_names_that_transformer_engine_would_have_bound():
     from bundle.backends.local import DuplicatedLinear
 
-    assert list(map(moe.disable_te_gemm, [None])) == [None]
+    assert list(map(moe.disable_te_router_gemm, [None])) == [None]
     assert mla.provide_duplicated_linear(None) is DuplicatedLinear

@@ -21,7 +21,7 @@ def pack(**padded: Any) -> SimpleNamespace:
 
 def heads(seen: list[Any], *shape: int) -> Any:
     """Stands for the original: says what boundaries and what table it sees, and makes heads of `shape`."""
-    cut = mla.keep_full_table(lambda table, *_, **__: table[:1])
+    cut = mla.keep_full_rotary_table(lambda table, *_, **__: table[:1])
 
     def original(self, hidden, key_value_states, position_ids, packed, *args, **kwargs):
         boundaries = None if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_kv)
@@ -34,7 +34,7 @@ def heads(seen: list[Any], *shape: int) -> Any:
 @pytest.mark.parametrize("shape", [(5, 1, 3, 4), (5, 3, 4)], ids=["0.12", "0.13"])
 def test_packed_heads_have_no_batch_and_lie_where_the_padding_puts_them(shape):
     seen: list[Any] = []
-    get = mla.compute_packed_heads(heads(seen, *shape))
+    get = mla.compute_packed_qkv(heads(seen, *shape))
     params = pack(cu_seqlens_q_padded="padded q", cu_seqlens_kv_padded="padded kv")
     assert [x.shape for x in get(None, None, packed_seq_params=params)] == [(5, 3, 4)] * 3
     get(None, None, packed_seq_params=pack())
@@ -45,7 +45,7 @@ def test_packed_heads_have_no_batch_and_lie_where_the_padding_puts_them(shape):
 @pytest.mark.parametrize("params", [None, SimpleNamespace(**(THD | {"qkv_format": "sbhd"}))])
 def test_rows_have_the_heads_and_the_part_of_the_table_that_they_had(params):
     seen: list[Any] = []
-    get = mla.compute_packed_heads(heads(seen, 5, 1, 3, 4))
+    get = mla.compute_packed_qkv(heads(seen, 5, 1, 3, 4))
     assert get(None, None, packed_seq_params=params)[0].shape == (5, 1, 3, 4)
     assert seen[0][1] == 1
 
@@ -60,7 +60,7 @@ def test_a_sequence_over_two_ranks_finds_the_angles_behind_its_cut_table(batch):
     config = SimpleNamespace(
         apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False, mrope_section=None
     )
-    rotate = mla.apply_packed_rotary(rope_utils.apply_rotary_pos_emb)
+    rotate = mla.rotate_packed_with_full_table(rope_utils.apply_rotary_pos_emb)
     for rank in range(2):
         group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         places = [p for n in lengths for c in (rank, 3 - rank) for p in range(c * n // 4, (c + 1) * n // 4)]
@@ -76,7 +76,7 @@ def test_a_sequence_over_two_ranks_finds_the_angles_behind_its_cut_table(batch):
 
 def test_rotation_of_rows_is_left_alone():
     calls = []
-    rotate = mla.apply_packed_rotary(lambda *args, **kwargs: calls.append((args, kwargs)))
+    rotate = mla.rotate_packed_with_full_table(lambda *args, **kwargs: calls.append((args, kwargs)))
     t, table = torch.ones(2, 1, 3, 4), torch.ones(9, 1, 1, 4)[:2]
     rotate(t, table, "config", cu_seqlens=None)
     ((args, _),) = calls
@@ -96,7 +96,7 @@ def test_only_compressed_queries_have_a_norm(rank):
         return {"norm": submodules.q_layernorm, "linear_q_proj": "normed projection"}
 
     attention = SimpleNamespace(config=SimpleNamespace(q_lora_rank=rank))
-    found = mla.drop_query_norm(resolve)(attention, Submodules("norm", "plain"))
+    found = mla.drop_uncompressed_query_norm(resolve)(attention, Submodules("norm", "plain"))
     if rank is None:
         assert found["norm"].__name__ == "IdentityOp" and found["linear_q_proj"] == "plain"
     else:

@@ -26,22 +26,22 @@ def original() -> Any:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_without_padding_it_is_megatrons_own(original, rows):
-    from bundle.replacements.mtp import roll_by_one_gather
+    from bundle.replacements.mtp import roll_packed_by_gather
 
     tensor = torch.rand(rows, sum(LENGTHS))
     params = SimpleNamespace(cu_seqlens_q=boundaries(LENGTHS), cu_seqlens_q_padded=None)
-    seen, count = roll_by_one_gather(original)(tensor, -1, -1, params)
+    seen, count = roll_packed_by_gather(original)(tensor, -1, -1, params)
     wanted, wanted_count = original(tensor, -1, -1, params)
     assert torch.equal(seen, wanted) and count == pytest.approx(float(wanted_count))
 
 
 def test_with_padding_sequences_are_where_the_padding_puts_them(original):
     """megatron's own, told where they lie; it looks for them where they would lie without."""
-    from bundle.replacements.mtp import roll_by_one_gather
+    from bundle.replacements.mtp import roll_packed_by_gather
 
     tensor = torch.rand(1, sum(PADDED))
     params = SimpleNamespace(cu_seqlens_q=boundaries(LENGTHS), cu_seqlens_q_padded=boundaries(PADDED))
-    seen, _ = roll_by_one_gather(original)(tensor, -1, -1, params)
+    seen, _ = roll_packed_by_gather(original)(tensor, -1, -1, params)
     laid_out = SimpleNamespace(cu_seqlens_q=boundaries(PADDED))
     assert torch.equal(seen, original(tensor, -1, -1, laid_out)[0])
     assert not torch.equal(seen, original(tensor, -1, -1, params)[0])
@@ -49,11 +49,11 @@ def test_with_padding_sequences_are_where_the_padding_puts_them(original):
 
 @pytest.mark.parametrize(("shifts", "dims"), [(-2, -1), (-1, 0)])
 def test_what_megatron_refuses_it_still_refuses(original, shifts, dims):
-    from bundle.replacements.mtp import roll_by_one_gather
+    from bundle.replacements.mtp import roll_packed_by_gather
 
     params = SimpleNamespace(cu_seqlens_q=boundaries(LENGTHS), cu_seqlens_q_padded=None)
     with pytest.raises(AssertionError, match="Packed sequence"):
-        roll_by_one_gather(original)(torch.rand(2, sum(LENGTHS)), shifts, dims, params)
+        roll_packed_by_gather(original)(torch.rand(2, sum(LENGTHS)), shifts, dims, params)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_what_megatron_refuses_it_still_refuses(original, shifts, dims):
     ids=["nothing", "labels", "inference", "labels of a fork", "no labels of a fork"],
 )
 def test_prediction_layers_run_where_somebody_gives_them_labels(given, runs):
-    from bundle.replacements.mtp import predict_only_with_labels
+    from bundle.replacements.mtp import skip_mtp_without_labels
 
     def forward(self, ids, labels=None, inference_context=None, mtp_kwargs=None):
         return self.mtp_process
 
     model = SimpleNamespace(mtp_process=True, config=SimpleNamespace(mtp_num_layers=1))
-    assert predict_only_with_labels(forward)(model, 0, **given) is runs
+    assert skip_mtp_without_labels(forward)(model, 0, **given) is runs
     assert model.mtp_process and model.config.mtp_num_layers == 1

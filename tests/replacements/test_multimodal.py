@@ -12,7 +12,7 @@ LENGTHS = (8, 16, 4)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_takes_the_rows_of_its_chunks_and_reads_nothing_back(monkeypatch, ranks):
-    from bundle.replacements.attention import rotate_pack_rows
+    from bundle.replacements.attention import apply_packed_mrope
 
     boundaries = torch.tensor([0, 8, 24, 28], dtype=torch.int32)
     table = torch.randn(28, 1, 1, 6)
@@ -25,7 +25,7 @@ def test_a_rank_takes_the_rows_of_its_chunks_and_reads_nothing_back(monkeypatch,
 
     for name in ("tolist", "item", "__int__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("read back from the device"))
-    config, apply = SimpleNamespace(mrope_section=[1, 1, 1]), rotate_pack_rows(original)
+    config, apply = SimpleNamespace(mrope_section=[1, 1, 1]), apply_packed_mrope(original)
     for rank in range(ranks):
         group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
         monkeypatch.setattr(

@@ -13,8 +13,8 @@ import pytest
 
 from bundle.errors import EnvironmentUnfit
 from bundle.report import (
-    CHART_METRICS,
-    PLOTTING_LIBRARY,
+    CHART_METRIC_PREFIXES,
+    LINKED_PLOTTING_LIBRARY_FILE,
     group_metrics_by_chart,
     read_run,
     render_page,
@@ -119,7 +119,7 @@ def test_every_number_is_on_one_chart():
     groups = group_metrics_by_chart(names)
     assert sorted(name for found in groups.values() for name in found) == sorted(names)
     assert groups["mine/x"] == ["mine/x"] and ["train/loss", "validation/loss"] in groups.values()
-    assert list(groups)[:-1] == [title for title in CHART_METRICS if title in groups]
+    assert list(groups)[:-1] == [title for title in CHART_METRIC_PREFIXES if title in groups]
 
 
 def test_times_left_and_samples_are_not_on_the_axis_of_the_loss():
@@ -198,7 +198,7 @@ def test_the_verb_writes_the_page_into_the_run(tmp_path, messages):
     done = run_bundle("report", run, code=0)
     assert done.stdout == f"{run / 'report.html'}\n"
     assert "Plotly.newPlot" in (run / "report.html").read_text(encoding="utf-8")
-    assert (run / PLOTTING_LIBRARY).stat().st_size > 10**6
+    assert (run / LINKED_PLOTTING_LIBRARY_FILE).stat().st_size > 10**6
     page = tmp_path / "page.html"
     done = run_bundle("report", run, "-o", page, code=0)
     assert done.stdout == f"{page}\n" and page.is_file()

@@ -124,7 +124,7 @@ def test_a_long_curve_keeps_its_extremes(count):
     values = [drawn.random() for _ in range(count)]
     spike, dip = drawn.sample(range(count), 2)
     values[spike], values[dip] = 99.0, -99.0
-    curve = Curve(tuple(range(0, 5 * count, 5)), tuple(values)).downsample()
+    curve = Curve(tuple(range(0, 5 * count, 5)), tuple(values)).downsample_to_extremes()
     points = dict(zip(curve.steps, curve.values, strict=True))
     assert points[5 * spike] == 99.0 and points[5 * dip] == -99.0
     assert list(curve.steps) == sorted(points) and min(count, MAX_POINTS // 2) <= len(points) <= MAX_POINTS

@@ -15,7 +15,7 @@ import pytest
 
 from bundle.recipe.rl import RLReward
 from bundle.rewards import RewardPool
-from bundle.rewards.http import REPLY_BYTES, is_loopback
+from bundle.rewards.http import MAX_REPLY_BYTES, is_loopback
 
 pytestmark = pytest.mark.processes
 SECONDS = 1.5
@@ -170,8 +170,8 @@ FAILURES = {
     "deep": (reply_with("[" * 100_000), "raised", 3, "nested"),
     "another_object": (reply_with('{"scores": [1, 1, 1]}'), "raised", 3, '"rewards"'),
     "bare_list": (reply_with("[1, 1, 1]"), "raised", 3, '"rewards"'),
-    "large": (reply_with(b" " * REPLY_BYTES + b"{}"), "raised", 3, str(REPLY_BYTES)),
-    "without_end": (send_without_end, "raised", 3, str(REPLY_BYTES)),
+    "large": (reply_with(b" " * MAX_REPLY_BYTES + b"{}"), "raised", 3, str(MAX_REPLY_BYTES)),
+    "without_end": (send_without_end, "raised", 3, str(MAX_REPLY_BYTES)),
     "status_500": (reply_with('{"rewards": [1, 1, 1]}', 500), "raised", 3, "500"),
     "status_503": (reply_with("", 503), "raised", 3, "503"),
     "status_404": (reply_with('{"rewards": [1, 1, 1]}', 404), "raised", 3, "404"),

@@ -13,7 +13,7 @@ import pytest
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe.rl import RLReward
 from bundle.rewards import RewardPool
-from bundle.rewards.process import OVERRUN_LIMIT
+from bundle.rewards.process import MAX_OVERRUNS_PER_CALL
 
 GSM8K = Path(os.environ.get("BUNDLE_GSM8K", Path(__file__).parents[3] / "shared/data/gsm8k"))
 # Powers of powers: Python computes them in C, where no signal is heard.
@@ -105,8 +105,8 @@ def test_an_answer_that_takes_for_ever_costs_its_own_time_alone():
 
 def test_many_answers_that_take_for_ever_are_given_up_after_some(monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr("bundle.rewards.process.OVERRUN_LIMIT", 2)
-    assert OVERRUN_LIMIT == 10
+    monkeypatch.setattr("bundle.rewards.process.MAX_OVERRUNS_PER_CALL", 2)
+    assert MAX_OVERRUNS_PER_CALL == 10
     with RewardPool([RLReward(kind="math", field="answer", timeout_seconds=0.7)]) as pool:
         begin = time.monotonic()
         judgement = pool.judge_all([ENDLESS] * 40, [{"answer": "7"}] * 40)

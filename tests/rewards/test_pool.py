@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import ExitCode, JobFailed, UsageError
 from bundle.recipe.rl import RLReward
-from bundle.rewards import Failure, FailureKind, RewardPool, check_failed_share, judge_all
+from bundle.rewards import Failure, FailureKind, RewardPool, check_failed_share, combine_verdicts
 from bundle.rewards.pool import name_rewards
 from tests.rewards import functions
 
@@ -206,7 +206,9 @@ def test_sums_and_counts_are_those_of_numpy(table):
         [Failure(cast(FailureKind, value), "why") if isinstance(value, str) else value for value in column]
         for column in zip(*table, strict=True)
     ]
-    judgement = judge_all(dict(zip(names, verdicts, strict=True)), dict(zip(names, weights, strict=True)))
+    judgement = combine_verdicts(
+        dict(zip(names, verdicts, strict=True)), dict(zip(names, weights, strict=True))
+    )
     numbers = np.array([[v if isinstance(v, float) else np.nan for v in row] for row in table])
     np.testing.assert_allclose(judgement.rewards, numbers @ np.array(weights), rtol=1e-12, atol=1e-12)
     expected = Counter(

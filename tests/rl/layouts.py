@@ -10,7 +10,7 @@ import transformers
 from bundle.engine import Engine, MicroBatch
 from bundle.recipe import Recipe, from_mapping
 from bundle.rl.objectives import PolicyObjective
-from bundle.verification.numbers import DENSE_CONFIG, Bench, Numbers, find_worst, measure_gap
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, Numbers, find_worst, measure_gap
 from tests.engine.cells import AGREES_WITH_DOUBLES
 from tests.engine.experiments import engine, gradients
 from tests.engine.oracle import fill, parameters, part
@@ -175,7 +175,7 @@ def prediction(bench: Bench) -> float:
     case, answers = CASES["ppo"], wanted("ppo")[1]
     for layers in (0, 1):
         mtp = {"layers": layers, **({"detach_trunk": True, "detach_embeddings": True} if layers else {})}
-        config = DENSE_CONFIG | {"vocab_size": CONFIG["vocab_size"]}
+        config = DENSE_HF_CONFIG | {"vocab_size": CONFIG["vocab_size"]}
         job = recipe({}, packed=False, config=config, mtp=mtp)
         with engine(bench, job, functools.partial(PolicyObjective, building.settings(case))) as made:
             batches = micro_batches(made, answers, ((4, 2),), case.mean)

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies
 from bundle.rl.advantages import (
     AdvantageKind,
     compute_advantages,
+    compute_kl_penalties,
     compute_overlong_reward_terms,
-    compute_penalties,
 )
 
 KINDS: tuple[AdvantageKind, ...] = (
@@ -184,12 +184,12 @@ def test_no_answers_have_no_advantages():
 
 def test_a_penalty_is_the_log_ratio_in_double():
     policy, other = (np.array([-1.5, -0.25], np.float32), np.array([-2.0, -0.5], np.float32))
-    (penalty,) = compute_penalties([policy], [other], 0.1)
+    (penalty,) = compute_kl_penalties([policy], [other], 0.1)
     assert penalty.dtype == np.float64 and penalty.tolist() == [0.05, 0.025]
     with pytest.raises(ValueError, match="log_probs"):
-        compute_penalties([policy], [other[:1]], 0.1)
+        compute_kl_penalties([policy], [other[:1]], 0.1)
     with pytest.raises(ValueError):
-        compute_penalties([policy], [], 0.1)
+        compute_kl_penalties([policy], [], 0.1)
 
 
 @pytest.mark.parametrize(

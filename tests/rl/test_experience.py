@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from bundle.recipe import Recipe, from_mapping
-from bundle.rl.experience import BatchBuilder, Experience, find_places
+from bundle.rl.experience import BatchBuilder, Experience, find_token_indices_and_lengths
 
 CONFIG = {
     "model_type": "qwen3",
@@ -128,7 +128,9 @@ def test_values_come_back_as_they_were_for_each_answer(seed):
     generator = np.random.default_rng(seed)
     questions, answers = draw(generator, 7)
     experience, values = build(questions, answers, generator)
-    for back, value in zip(experience.split(experience.values["advantages"]), values, strict=True):
+    for back, value in zip(
+        experience.extract_answer_values(experience.values["advantages"]), values, strict=True
+    ):
         np.testing.assert_array_equal(back, value)
     assert experience.loss_mask.sum() == sum(map(len, answers))
     assert (experience.values["advantages"] != 0).sum() <= experience.loss_mask.sum()
@@ -138,7 +140,7 @@ def test_places_cover_each_planned_sequence_once_and_padding_is_behind_all():
     experience = Experience.from_answers([[1, 2], [3], [4, 5, 6]], [[7], [8, 9], [10]])
     builder = BatchBuilder(recipe(packed=False, size=4), groups(), torch.device("cpu"), 1.0)
     plan = builder.plan(experience.lengths, np.array([2, 0]))
-    ((places, lengths),) = find_places(experience, plan)
+    ((places, lengths),) = find_token_indices_and_lengths(experience, plan)
     assert sorted(lengths.tolist()) == [1, 1, 3, 4]
     assert sorted(places.tolist()) == [0, 1, 2, 6, 7, 8, 9, 10, 10]
     (one,) = builder.build(experience, plan)

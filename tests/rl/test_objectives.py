@@ -41,7 +41,9 @@ def evaluate(
         batch = building.micro_batch(part, alignment, case.mean, dtype=dtype, rows=form == "rows")
         scores = Scores(
             *(
-                batch.packing.pack(torch.cat([getattr(one, name) for one in part]), fill=math.nan)
+                batch.packing.pack_concatenated(
+                    torch.cat([getattr(one, name) for one in part]), fill=math.nan
+                )
                 for name in ("log_probs", "entropy")
             )
         )
@@ -51,7 +53,7 @@ def evaluate(
         weight += batch.learned_tokens if batch.learned_sequences is None else batch.learned_sequences
         sums.add(result[1:], batch.loss_mask)
     return total / (weight if case.divisor is None else case.divisor), sums.finish(
-        sums.reduce(sums.values[None])
+        sums.combine_rank_values(sums.values[None])
     )
 
 
@@ -147,7 +149,7 @@ def test_without_rollout_log_probs_the_mismatch_is_the_policy_against_the_old():
     objective = PolicyObjective(PolicyLossSettings(), GROUPS)
     scores = Scores(
         *(
-            batch.packing.pack(torch.cat([getattr(one, n) for one in answers]))
+            batch.packing.pack_concatenated(torch.cat([getattr(one, n) for one in answers]))
             for n in ("log_probs", "entropy")
         )
     )

@@ -77,7 +77,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
             continue
         job = job_file.from_plan(plan, directory / name, start=Start())
         assert job.patches is not None
-        runtime = backends.prepare("cpu", recipe)
+        runtime = backends.set_up_runtime("cpu", recipe)
         from bundle.mcore import groups
         from bundle.rl import trainer
 
@@ -89,7 +89,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
                     raise
                 assert str(error).startswith(case["error"]), error
                 (directory / f"{name}.code").write_text(str(int(error.code)))
-        groups.destroy()
+        groups.destroy_model_parallel_groups()
     print("done")
 
 

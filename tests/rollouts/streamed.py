@@ -76,13 +76,13 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
     from bundle.rollouts.transformers import TransformersRollout
 
     job = recipe(directory, layout, name)
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     for matrix in adapters.list_matrices(engine.models):
         whole = torch.randn(matrix.compute_full_shape(), generator=matrix.make_generator(1)) * 0.2
         with torch.no_grad():
             matrix.parameter.copy_(matrix.extract_shard(whole))
-    copies = exporting.find_copies(directory, PublishedModel.from_recipe(job))
+    copies = exporting.find_duplicate_tensor_names(directory, PublishedModel.from_recipe(job))
     stream = TensorStream.from_chunks(engine.models, made, Tensors(job.architecture, made.tp.size, copies))
     twin = TransformersRollout(
         job.model.config, job.architecture, dtype=torch.float32, device=torch.device("cpu"), batch_limit=3
@@ -98,7 +98,7 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
         )
         # Ranks of other layers or experts own some; parts and replicas are the first rank's.
         is_shared = layout.startswith("pp2") or (layout == "ep2" and name != "stacks")
-        assert stream.owners == ([0, 1] if is_shared else [0])
+        assert stream.distinct_owner_ranks == ([0, 1] if is_shared else [0])
         if version == 0 and job.model.lora is None:
             source = read(directory / name)  # what it began with
             assert source.keys() == files.keys()
@@ -108,13 +108,13 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
         before = files
         twin.sync(version, stream.publish("fp32", "all"))
         assert set(twin.ignored_names) == twin._builder.mtp_names & files.keys()
-        check_model(twin.model, out, job)
+        check_model(twin.synced_model, out, job)
         if made.cp.size == 1:
             distance = max(distance, measure(engine, twin))
         engine.forward_backward([build_batch(engine, [[*range(17)]])] * 2)
         engine.step()
         engine.gather_weights()
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return distance
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from bundle.errors import JobFailed, UsageError
 from bundle.rollouts import Request, Sampling
-from bundle.rollouts.sampling import choose_tokens, draw_uniforms, sample_answers
+from bundle.rollouts.sampling import choose_tokens, draw_uniforms, sample_with_transformers
 from tests.rollouts.families import CONFIGS, draw_model
 
 STOP = (3, 5)
@@ -36,7 +36,7 @@ def sampling(**changes: Any) -> Sampling:
 
 
 def sample(model, requests, how=None, batch_limit=64):
-    return sample_answers(model, requests, how or sampling(), version=6, batch_limit=batch_limit)
+    return sample_with_transformers(model, requests, how or sampling(), version=6, batch_limit=batch_limit)
 
 
 def full_log_probs(model, prompt, ids, temperature):

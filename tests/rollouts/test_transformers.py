@@ -59,14 +59,14 @@ def test_a_sync_gives_every_weight_bit_for_bit_and_copies_them(name, published):
         engine.sync(version, iter(sent.items()))
         assert torch.equal(generator, torch.get_rng_state()), "the trainer's random state is not touched"
         assert engine.version == version
-        assert is_same(state(engine.model), state(model))
-        assert not engine.model.training
-        assert not any(parameter.requires_grad for parameter in engine.model.parameters())
+        assert is_same(state(engine.synced_model), state(model))
+        assert not engine.synced_model.training
+        assert not any(parameter.requires_grad for parameter in engine.synced_model.parameters())
         for value in sent.values():
             value.fill_(torch.nan)  # the trainer goes on
-        assert is_same(state(engine.model), state(model))
+        assert is_same(state(engine.synced_model), state(model))
         row = torch.tensor([[1, 2, 3, 4, 5, 6]])
-        assert torch.equal(engine.model(row).logits, model(row).logits)
+        assert torch.equal(engine.synced_model(row).logits, model(row).logits)
         assert {*engine.generate(REQUESTS, SAMPLING)[0].versions.tolist()} == {version}
 
 
@@ -75,7 +75,7 @@ def test_an_error_after_any_tensor_leaves_the_old_version_and_the_next_sync_heal
     (_, old), (new_model, new) = published(name), published(name, 1)
     engine = rollout(name)
     engine.sync(1, old.items())
-    before, weights = engine.generate(REQUESTS, SAMPLING), state(engine.model)
+    before, weights = engine.generate(REQUESTS, SAMPLING), state(engine.synced_model)
 
     def broken(count):
         yield from list(new.items())[:count]
@@ -84,16 +84,16 @@ def test_an_error_after_any_tensor_leaves_the_old_version_and_the_next_sync_heal
     for count in range(len(new) + 1):
         with pytest.raises(ConnectionError):
             engine.sync(2, broken(count))
-        assert engine.version == 1 and is_same(state(engine.model), weights)
+        assert engine.version == 1 and is_same(state(engine.synced_model), weights)
         if count < len(new):
             with pytest.raises(JobFailed):
                 engine.sync(2, list(new.items())[:count])
-            assert engine.version == 1 and is_same(state(engine.model), weights)
+            assert engine.version == 1 and is_same(state(engine.synced_model), weights)
     for answer, again in zip(before, engine.generate(REQUESTS, SAMPLING), strict=True):
         assert answer.ids == again.ids and (answer.log_probs == again.log_probs).all()
         assert answer.versions.tolist() == again.versions.tolist() == [1] * 5
     engine.sync(2, new.items())
-    assert engine.version == 2 and is_same(state(engine.model), state(new_model))
+    assert engine.version == 2 and is_same(state(engine.synced_model), state(new_model))
     assert engine.generate(REQUESTS, SAMPLING)[0].versions.tolist() == [2] * 5
 
 
@@ -105,7 +105,7 @@ def test_an_error_inside_transformers_leaves_the_old_version(name, method, publi
     engine = rollout(name)
     engine.sync(0, new.items())
     engine.sync(1, old.items())
-    weights = state(engine.model)
+    weights = state(engine.synced_model)
     with monkeypatch.context() as patch:
 
         def fail(*_, **__):
@@ -114,9 +114,9 @@ def test_an_error_inside_transformers_leaves_the_old_version(name, method, publi
         patch.setattr(type(model), method, fail)
         with pytest.raises(MemoryError):
             engine.sync(2, new.items())
-    assert engine.version == 1 and is_same(state(engine.model), weights)
+    assert engine.version == 1 and is_same(state(engine.synced_model), weights)
     engine.sync(3, new.items())
-    assert engine.version == 3 and is_same(state(engine.model), state(model))
+    assert engine.version == 3 and is_same(state(engine.synced_model), state(model))
 
 
 @pytest.mark.parametrize("name", ["mimo", "tied"])
@@ -124,7 +124,7 @@ def test_two_models_take_turns_and_the_one_that_waits_holds_no_values(name, publ
     engine, models = rollout(name), []
     for version in range(4):
         engine.sync(version, published(name, version % 2)[1].items())
-        models.append(engine.model)
+        models.append(engine.synced_model)
     assert models[0] is models[2] and models[1] is models[3] and models[0] is not models[1]
     assert {parameter.device.type for parameter in models[0].parameters()} == {"meta"}
     assert {parameter.device.type for parameter in models[1].parameters()} == {"cpu"}
@@ -176,7 +176,7 @@ def test_tensors_of_mtp_layers_are_listed_and_of_no_other_layer(name, prefix, pu
     }
     engine.sync(1, {**mtp, **tensors}.items())
     assert engine.ignored_names == tuple(mtp)
-    assert is_same(state(engine.model), state(model))
+    assert is_same(state(engine.synced_model), state(model))
     with pytest.raises(JobFailed) as error:
         engine.sync(2, {**tensors, f"{prefix}other.weight": torch.zeros(3)}.items())
     assert error.value.violations == (f"unexpected: {prefix}other.weight",)
@@ -195,8 +195,8 @@ def test_a_tied_head_may_come_as_a_copy(published):
     engine = rollout("tied")
     engine.sync(1, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}.items())
     assert engine.ignored_names == ()
-    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
-    assert is_same(state(engine.model), state(model))
+    assert engine.synced_model.lm_head.weight is engine.synced_model.model.embed_tokens.weight
+    assert is_same(state(engine.synced_model), state(model))
 
 
 def test_bfloat16_keeps_what_transformers_keeps_in_fp32(published):
@@ -205,7 +205,7 @@ def test_bfloat16_keeps_what_transformers_keeps_in_fp32(published):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     sent = {name: value if name == bias else value.bfloat16() for name, value in tensors.items()}
     engine.sync(1, sent.items())
-    found = state(engine.model)
+    found = state(engine.synced_model)
     assert torch.equal(found[bias], tensors[bias]) and found[bias].dtype == torch.float32
     assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"].bfloat16())
     answers = engine.generate(REQUESTS, SAMPLING)
@@ -218,7 +218,7 @@ def test_every_sync_casts_to_the_type_of_the_engine(name, published):
     for seed in (0, 1):
         _, tensors = published(name, seed)
         engine.sync(seed, tensors.items())
-        weights = state(engine.model)
+        weights = state(engine.synced_model)
         assert all(torch.equal(weights[key], tensors[key].bfloat16()) for key in tensors)
         assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 

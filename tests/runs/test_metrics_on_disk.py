@@ -21,7 +21,7 @@ def test_lines_are_synced_before_a_checkpoint(tmp_path, monkeypatch):
     session = Session.__new__(Session)
     session.__dict__ |= {
         "progress": SimpleNamespace(step=7, consumed_samples=28, dump=dict),
-        "engine": SimpleNamespace(gather_loss_sums=list),
+        "engine": SimpleNamespace(gather_pending_loss_sums=list),
         "identity": {},
         "task_state": {},
         "watchdog": SimpleNamespace(extend_patience=lambda _: nullcontext()),

@@ -24,7 +24,7 @@ def kept_by(root: Path, recipe: Recipe, *steps: int, loaded: bool = False) -> Pa
             scheduler={},
             layout={},
             sharding="",
-            optimizer=state.describe_optimizer(recipe.optimizer),
+            optimizer=state.describe_optimizer_state_format(recipe.optimizer),
             mcore="",
             model=dump_architecture(recipe.architecture),
             adapters=state.describe_adapters(recipe, loaded=loaded),

@@ -65,24 +65,27 @@ def test_a_window_counts_in_each_sequence_alone():
 
 def test_mfu_is_of_the_peak_of_the_arithmetic_that_is_used(h200):
     arithmetic = ["backend=cuda", "model.dtype=bf16"]
-    found = Speed(load("demo", arithmetic), "cuda", GPU, dp=1).compute_gauges(989e12, 2.0)
+    found = Speed(load("demo", arithmetic), "cuda", GPU, dp=1).compute_speed_and_memory(989e12, 2.0)
     assert (found[RATE], found["train/mfu"]) == pytest.approx((494.5, 0.5))
     assert found["memory/peak_bytes"] == 7 << 30
     for other in ("model.fp8.scaling=delayed", "model.dtype=fp32"):
-        assert "train/mfu" not in Speed(load("demo", [*arithmetic, other]), "cuda", GPU, dp=1).compute_gauges(
-            1e12, 1.0
-        )
+        assert "train/mfu" not in Speed(
+            load("demo", [*arithmetic, other]), "cuda", GPU, dp=1
+        ).compute_speed_and_memory(1e12, 1.0)
 
 
 def test_a_device_whose_peak_nobody_read_has_no_mfu(h200, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H0")
     recipe = load("demo", ["backend=cuda", "model.dtype=bf16"])
-    assert set(Speed(recipe, "cuda", GPU, dp=1).compute_gauges(1e12, 1.0)) == {RATE, "memory/peak_bytes"}
+    assert set(Speed(recipe, "cuda", GPU, dp=1).compute_speed_and_memory(1e12, 1.0)) == {
+        RATE,
+        "memory/peak_bytes",
+    }
 
 
 def test_on_the_cpu_memory_is_the_process_s():
     held = torch.ones(64 << 20)
-    found = Speed(load("demo"), "cpu", CPU, dp=1).compute_gauges(1e12, 4.0)
+    found = Speed(load("demo"), "cpu", CPU, dp=1).compute_speed_and_memory(1e12, 4.0)
     assert found[RATE] == 0.25 and "train/mfu" not in found
     assert found["memory/peak_bytes"] > held.nbytes
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bundle.launch import events
-from bundle.runs.metrics import EventLines, LiveProgress, PlainLines, build_terminal_sink
+from bundle.runs.metrics import JsonEventSink, LiveProgress, PlainLines, build_terminal_sink
 
 TRAINED = {
     "train/loss": 2.7449,
@@ -64,9 +64,9 @@ def test_a_pipe_gets_one_line_per_report():
 
 
 def test_a_launcher_that_waits_for_events_gets_them(capsys, monkeypatch):
-    monkeypatch.setenv(events.LISTENER_VARIABLE, "1")
+    monkeypatch.setenv(events.LISTENER_FLAG_VARIABLE, "1")
     sink = build_terminal_sink(3, 0)
-    assert isinstance(sink, EventLines)
+    assert isinstance(sink, JsonEventSink)
     sink.write(0, {"data/skipped": 2})
     sink.write(1, {"train/loss": float("nan"), "train/samples": 4})
     sink.write(1, {"validation/chats/loss": 2.5})

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from bundle.engine import MicroBatch, Scores
-from bundle.mcore.mtp import clear_logged_losses, read_logged_losses
-from bundle.verification.numbers import DENSE_CONFIG, Bench
+from bundle.mcore.mtp import clear_logged_losses, read_local_losses
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 
@@ -22,7 +22,7 @@ def falls(bench: Bench) -> float:
         read.append(bool((scores.log_probs < 0).all()) and bool((scores.entropy > 0).all()))
         return -scores.log_probs
 
-    with engine(bench, recipe(DENSE_CONFIG, {}, packed=False, layers=1, loss_scale=1.0)) as made:
+    with engine(bench, recipe(DENSE_HF_CONFIG, {}, packed=False, layers=1, loss_scale=1.0)) as made:
         losses = []
         for _ in range(5):
             made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"), objective)
@@ -35,7 +35,9 @@ def falls(bench: Bench) -> float:
 def reached(bench: Bench, detached: bool = False) -> float:
     """The largest gradient of trunk and embeddings by MTP alone: the main objective is zero everywhere."""
     options = {"detach_trunk": detached, "detach_embeddings": detached}
-    with engine(bench, recipe(DENSE_CONFIG, {}, packed=False, recompute=None, layers=1, **options)) as made:
+    with engine(
+        bench, recipe(DENSE_HF_CONFIG, {}, packed=False, recompute=None, layers=1, **options)
+    ) as made:
         batches = micro_batches(made, texts(EVEN), "rows", "token")
         made.forward_backward(batches, lambda _, scores: scores.log_probs * 0)
         found = {name: gradient for name, (gradient, _) in gradients(made).items()}
@@ -59,7 +61,7 @@ def logged(bench: Bench, alone: bool = False) -> float:
         MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.0 + rank), 0, 1, avg_group=both)
         if rank == 0 or not alone:
             MTPLossLoggingHelper.reduce_loss_in_tracker()
-            return abs(float(read_logged_losses()) - 1.5)
+            return abs(float(read_local_losses()) - 1.5)
         dist.barrier()  # the others go on, as verl's do: to the next collective
     return 0.0
 

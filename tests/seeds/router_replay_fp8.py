@@ -31,7 +31,7 @@ def main() -> None:
     from bundle.packing.packing import Packing
 
     with runtime.megatron_calls():
-        state = groups.initialize(CASE.recipe().parallel, seed=1, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(CASE.recipe().parallel, seed=1, timeout_seconds=60)
     engine = Engine(CASE.recipe(), runtime, state, torch.device("cpu"))
     batches = [micro_batch(CASE, state, number) for number in range(MICRO_BATCHES)]
     routing = engine.replay.routing

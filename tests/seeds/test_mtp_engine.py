@@ -6,9 +6,9 @@ error up to 0.16, no training of MTP in 0.17 and 0.18, from 0.19 on training in 
 
 import pytest
 
-from bundle.verification import WorkOrder, decide_patches, plan_all_patches
+from bundle.verification import WorkOrder, build_needed_patch_plan, decide_patches
 
-LOGITS = "bundle.verification.measurements.mtp:measure_missing_labels"
+LOGITS = "bundle.verification.measurements.mtp:measure_logits_without_labels"
 HERE = "tests.seeds.prediction"
 
 
@@ -21,7 +21,7 @@ def seen(core):
     measurements = (LOGITS, *(f"{HERE}:{name}" for name in ("falls", "reached", "reached_detached")))
     orders = [WorkOrder(0, LOGITS, 1, 60, stock)]
     orders += [WorkOrder(n, name, 1, 60, applied) for n, name in enumerate(measurements, start=1)]
-    results = core.world.observe(orders, plan_all_patches(found))
+    results = core.world.observe(orders, build_needed_patch_plan(found))
     return [one for (one,) in results]
 
 

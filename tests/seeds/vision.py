@@ -14,7 +14,7 @@ from torch import Tensor
 from bundle.capabilities.ascend import ASCEND
 from bundle.errors import BundleError
 from bundle.packing.images import ImageInputs
-from bundle.packing.packing import Packing, build_masks
+from bundle.packing.packing import Packing, build_padding_masks
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
@@ -116,7 +116,7 @@ def outcome(act: Callable[[], Any]) -> str:
 def upstream(make: Callable[[], Vision]) -> dict[str, str]:
     """What comes of the masks that upstream gives, or gave, to such models on NPUs."""
     rows, pack = (Packing.from_lengths(LENGTHS, Alignment(layout)) for layout in ("bshd", "thd"))
-    ids, valid = rows.pack(TOKENS), rows.valid
+    ids, valid = rows.pack_concatenated(TOKENS), rows.valid
     future = torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)
     square = ~(valid[:, None, :, None] & valid[:, None, None, :]) | future
     used = make()
@@ -143,19 +143,26 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for layout in ("bshd", "thd"):
         packing = Packing.from_lengths(LENGTHS, Alignment(layout))
-        of = build_masks(packing, ASCEND.find_mask("vlm", layout))
+        of = build_padding_masks(packing, ASCEND.find_mask("vlm", layout))
         reached.clear()
         packs = packing if layout == "thd" else None
-        logits = model(packing.unsharded.pack(TOKENS), of.model, hands_on=packs is None, packing=packs)
+        logits = model(
+            packing.unsharded_bshd_packing.pack_concatenated(TOKENS),
+            of.model,
+            hands_on=packs is None,
+            packing=packs,
+        )
         seen[layout] = {
             "model": None if of.model is None else list(of.model.shape),
             "kernel": reached[0],
             "all layers alike": all(call == reached[0] for call in reached),
             "by mask": far(logits[of.valid], alone),
-            "unpacked": far(packing.unpack(logits), alone),
+            "unpacked": far(packing.unpack_gathered_shards(logits), alone),
         }
     valid = Packing.from_lengths(LENGTHS, Alignment("bshd")).valid
-    seen["handed on"] = outcome(lambda: model(packing.unsharded.pack(TOKENS), valid, hands_on=True))
+    seen["handed on"] = outcome(
+        lambda: model(packing.unsharded_bshd_packing.pack_concatenated(TOKENS), valid, hands_on=True)
+    )
     return seen
 
 
@@ -170,7 +177,7 @@ def main() -> None:
 
     registered()
     with runtime.megatron_calls(), torch.no_grad():
-        state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
 
         def make(core: type) -> Vision:
             config = build_transformer_config(recipe, runtime.build_config_options(recipe))
@@ -191,7 +198,7 @@ def main() -> None:
                 "upstream": upstream(lambda: make(MindSpeedAttention)),
                 "ours": ours(make(attention.AscendCoreAttention), reached),
             }
-        groups.destroy()
+        groups.destroy_model_parallel_groups()
     finish_rank(seen)
 
 

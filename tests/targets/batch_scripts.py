@@ -14,7 +14,7 @@ def decided(backend: str = "cuda", hardware: str = "h200", nodes: int = 2, per_n
     made = build_plan(
         recipe, backend=backend, hardware_name=hardware, mcore="0.16.1", nodes=nodes, per_node=per_node
     )
-    made.refuse()
+    made.raise_gravest_problem()
     return from_plan(made, Path("/runs/demo"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.errors import LaunchUnavailable, UsageError
+from bundle.errors import TargetUnavailable, UsageError
 from bundle.launch.job import Job, from_plan
 from bundle.planning import build_plan
 from bundle.recipe import load
@@ -77,9 +77,9 @@ def test_the_commands_are_the_golden_ones(name, machine, options):
 @given(workdir=WORDS, directory=WORDS, mount=WORDS)
 def test_hostile_names_reach_docker_as_they_are(job, workdir, directory, mount):
     job = replace(job, nodes=1, directory=Path("/runs") / directory)
-    text = docker.build_command(
+    text = docker.build_node_command(
         job, DockerOptions("bundle", (f"/data/{mount}",)), Path("/w") / workdir
-    ).to_shell()
+    ).to_redacted_shell()
     printed = subprocess.run(
         ["bash", "-c", f"docker() {{ printf '%s\\0' \"$@\"; }}; {text}"],
         capture_output=True,
@@ -95,7 +95,7 @@ def test_hostile_names_reach_docker_as_they_are(job, workdir, directory, mount):
 def test_all_that_cannot_be_written_is_refused_at_once(job, messages):
     options = DockerOptions("--privileged", ("data", "/a:/b:rw"), ("HF TOKEN", "A=B"), "", (), "much")
     with pytest.raises(UsageError) as refused:
-        docker.build_command(replace(job, directory=Path("/runs/a:b")), options, Path("/work"))
+        docker.build_node_command(replace(job, directory=Path("/runs/a:b")), options, Path("/work"))
     text = str(refused.value)
     for part in (
         "--image '--privileged'",
@@ -120,7 +120,7 @@ def test_a_recipe_alone_is_enough_for_what_would_run(tmp_path, messages):
     commands = [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
     (of_cpu,) = (each for each in images.load_images() if each.backend == "cpu")
     for node, words in enumerate(commands):
-        assert f"{images.DEFAULT_REGISTRY}/{of_cpu.tag}" in words
+        assert f"{images.LOCAL_BUILD_IMAGE_PREFIX}/{of_cpu.tag}" in words
         assert words[-2:] == [f"--node-rank={node}", "--rendezvous=HOST:29500"]
     assert len(commands) == 2
     assert "--image-record" in done.stderr
@@ -144,7 +144,7 @@ def test_the_container_of_a_job_is_named_after_what_the_job_is(job):
 
 def test_without_docker_it_is_said(job, tmp_path, monkeypatch, messages):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchUnavailable, match="docker") as error:
+    with pytest.raises(TargetUnavailable, match="docker") as error:
         docker.submit(replace(job, nodes=1, directory=tmp_path / "run"), DockerOptions("bundle"), tmp_path)
     messages(error.value)
 
@@ -207,11 +207,11 @@ def root() -> None:
 
 def test_the_container_of_root_is_not_roots(root, tmp_path):
     run = tmp_path / "run"
-    assert docker.choose_user(run) == f"{images.USER}:0"
+    assert docker.choose_current_user_or_owner(run) == f"{images.USER}:0"
     run.mkdir()
-    assert docker.choose_user(run) == f"{images.USER}:0"
+    assert docker.choose_current_user_or_owner(run) == f"{images.USER}:0"
     os.chown(run, 1234, -1)
-    assert docker.choose_user(run) == "1234:0"
+    assert docker.choose_current_user_or_owner(run) == "1234:0"
     tmp_path.chmod(0o755)
     done = run_bundle("launch", "docker", "demo", "--backend=cpu", "--dry-run", cwd=tmp_path, code=0)
     assert f" --user={images.USER}:0 " in done.stdout
@@ -285,7 +285,7 @@ def test_the_user_of_the_container_of_root_reads_the_job_and_writes_the_run(job,
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     tmp_path.chmod(0o755)
     job = replace(job, nodes=1, directory=tmp_path / "run")
-    user, before = docker.choose_user(job.directory), os.umask(0o077)
+    user, before = docker.choose_current_user_or_owner(job.directory), os.umask(0o077)
     try:
         docker.submit(job, DockerOptions("bundle", user=user), tmp_path)
     finally:

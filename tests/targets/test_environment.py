@@ -25,7 +25,7 @@ NAMES = "NCCL_DEBUG: WARN, NCCL_IB_HCA: mlx5, OMP_NUM_THREADS: 4, TORCH_DEVICE_B
 def decided(directory: Path) -> Job:
     recipe = load("demo", ["train.global_batch_size=128", f"environment={{{NAMES}}}"])
     made = build_plan(recipe, backend="cuda", hardware_name="h200", mcore="0.16.1", nodes=2, per_node=8)
-    made.refuse()
+    made.raise_gravest_problem()
     return from_plan(made, directory)
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bundle.errors import LaunchUnavailable
+from bundle.errors import TargetUnavailable
 from bundle.targets import docker, local, ray, slurm
 from bundle.targets.kubernetes import client
 from bundle.targets.local import LocalOptions
@@ -92,7 +92,7 @@ def test_slurm_lists_our_jobs_of_this_user(tmp_path, monkeypatch):
 
 def test_docker_lists_the_containers_of_this_user(tmp_path, monkeypatch):
     job = replace(decided("cpu", "cpu", 1, 2), directory=tmp_path / "a | b")
-    words = docker.build_command(job, docker.DockerOptions("bundle"), tmp_path).argv
+    words = docker.build_node_command(job, docker.DockerOptions("bundle"), tmp_path).argv
     labels = dict(
         word.removeprefix("--label=").split("=", 1) for word in words if word.startswith("--label=")
     )
@@ -138,14 +138,14 @@ def test_ray_lists_our_jobs_of_the_cluster_that_its_variable_names(monkeypatch):
 
 def test_a_dashboard_that_is_not_there_is_an_error_only_where_somebody_names_it(monkeypatch):
     def refuse(address: str) -> None:
-        raise LaunchUnavailable(f"no answer from {address}")
+        raise TargetUnavailable(f"no answer from {address}")
 
     monkeypatch.setattr(ray, "_connect", refuse)
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     with pytest.raises(TargetNotConfigured, match=r"127\.0\.0\.1"):
         list(ray.list_jobs())
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://head:1")
-    with pytest.raises(LaunchUnavailable, match="head") as error:
+    with pytest.raises(TargetUnavailable, match="head") as error:
         list(ray.list_jobs())
     assert not isinstance(error.value, TargetNotConfigured)
 
@@ -188,11 +188,11 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {
         "slurm": answer(jobs),
         "ray": answer(TargetNotConfigured("no ray")),
-        "docker": answer(LaunchUnavailable("no daemon")),
+        "docker": answer(TargetUnavailable("no daemon")),
         "local": answer([]),
     }
     table = {name: (target, "") for name, target in made.items()}
-    monkeypatch.setattr("bundle.cli.launch.listing.TARGETS", table)
+    monkeypatch.setattr("bundle.cli.launch.listing.TARGETS_WITH_JOB_ID_PATTERNS", table)
 
 
 def test_a_target_that_cannot_be_reached_is_a_line_and_the_others_are_listed(targets, messages, caplog):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.errors import LaunchUnavailable, UsageError
+from bundle.errors import TargetUnavailable, UsageError
 from bundle.launch.job import Job
 from bundle.targets import docker, local, ray
 from bundle.targets.local import LocalOptions
@@ -46,7 +46,7 @@ def test_the_commands_are_the_golden_ones(tmp_path, name, machine, options):
 def test_several_nodes_are_told_where_they_meet(rendezvous, value, messages):
     job = decided("cuda", "h200", 2, 8)
     with pytest.raises(UsageError, match=value) as error:
-        local.build_command(job, LocalOptions(), Path("/runs"), 1, rendezvous)
+        local.build_node_command(job, LocalOptions(), Path("/runs"), 1, rendezvous)
     messages(error.value)
 
 
@@ -61,8 +61,10 @@ def test_preflight_is_asked_of_what_starts_a_node_where_somebody_asks_for_it(ask
     job = decided("cpu", "cpu", 1, 2)
     folder = Path("/runs")
     said = (
-        local.build_command(job, LocalOptions(preflight=asked), folder).to_shell(),
-        docker.build_command(job, docker.DockerOptions("bundle", preflight=asked), folder).to_shell(),
+        local.build_node_command(job, LocalOptions(preflight=asked), folder).to_redacted_shell(),
+        docker.build_node_command(
+            job, docker.DockerOptions("bundle", preflight=asked), folder
+        ).to_redacted_shell(),
         batch.build_script(job, SlurmOptions(preflight=asked), folder),
         batch.build_script(job, SlurmOptions(preflight=asked, ray=True), folder),
         ray.build_request(job, ray.RayOptions(preflight=asked), folder)["entrypoint"],
@@ -104,21 +106,21 @@ def test_what_a_node_is_told_and_writes_and_the_code_that_it_ends_with(job, node
     assert json.loads(Path(name, "job.json").read_text()) == job.dump()
     assert local.query_state(name) == JobState("FAILED", "code 6", 6)
     assert local.wait(name) == 6
-    local.stop(name)  # of what has ended: nothing
+    local.request_stop(name)  # of what has ended: nothing
     again = local.submit(job, node("exit 0"), tmp_path)
     assert again != name
     assert local.wait(again) == 0 and local.query_state(again) == JobState("COMPLETED", "", 0)
 
 
 def test_nodes_that_are_started_at_once_have_folders_of_their_own(job, node, tmp_path, monkeypatch):
-    command = local.build_command
+    command = local.build_node_command
 
     def between(job, options, folder, *rest):
         if folder.name in ("local-1", "local-2"):  # other nodes make theirs, once it is known which are free
             folder.mkdir(parents=True)
         return command(job, options, folder, *rest)
 
-    monkeypatch.setattr(local, "build_command", between)
+    monkeypatch.setattr(local, "build_node_command", between)
     name = local.submit(job, node('echo "$@"'), tmp_path)
     assert Path(name).name == "local-3"
     assert local.wait(name) == 0 and f"--job={name}/job.json" in local.read_log(name)
@@ -130,7 +132,7 @@ def test_a_node_that_is_told_to_stop_says_how_it_ended(job, node, tmp_path):
     )
     until(lambda: "up" in local.read_log(name))
     assert local.query_state(name) == JobState("RUNNING", "", None)
-    local.stop(name)
+    local.request_stop(name)
     assert local.wait(name) == 75
     assert local.read_log(name).splitlines()[-1] == "saved"
 
@@ -151,7 +153,7 @@ def test_a_node_outlives_a_shell_that_is_killed_and_is_still_stopped(job, node, 
     until(lambda: "up" in local.read_log(name))
     os.kill(int(Path(name, "group").read_text().split()[0]), signal.SIGKILL)
     assert local.query_state(name).name == "RUNNING"
-    local.stop(name)
+    local.request_stop(name)
     until(lambda: local.query_state(name).name == "LOST")
 
 
@@ -161,17 +163,17 @@ def test_a_node_of_another_machine_is_not_stopped_here(job, node, tmp_path, mess
     group = Path(name, "group")
     said = group.read_text()
     group.write_text(f"{said.split()[0]} elsewhere")
-    with pytest.raises(LaunchUnavailable, match="elsewhere") as error:
-        local.stop(name)
+    with pytest.raises(TargetUnavailable, match="elsewhere") as error:
+        local.request_stop(name)
     messages(error.value)
     group.write_text(said)
-    local.stop(name)
+    local.request_stop(name)
     local.wait(name)
 
 
 def test_where_nothing_was_launched_it_is_said(tmp_path, messages):
-    for asked in (local.query_state, local.wait, local.read_log, local.stop):
-        with pytest.raises(LaunchUnavailable, match=f"local:{tmp_path}") as error:
+    for asked in (local.query_state, local.wait, local.read_log, local.request_stop):
+        with pytest.raises(TargetUnavailable, match=f"local:{tmp_path}") as error:
             asked(str(tmp_path))
         messages(error.value)
 

@@ -7,7 +7,7 @@ import pytest
 
 from bundle.launch.job import from_plan
 from bundle.planning import build_plan
-from bundle.planning.inputs import find_local_inputs
+from bundle.planning.inputs import find_existing_local_inputs
 from bundle.recipe import load
 from bundle.targets.mounts import Mount, find_hidden_inputs
 from tests.command import run_bundle
@@ -120,9 +120,9 @@ def test_adapters_are_an_input_megatrons_files_are_known_by_their_prefix_and_std
     for ending in ("idx", "bin"):
         (tmp_path / f"tokens.{ending}").touch()
     adapted = [f"model.lora={{path: {tmp_path}/adapter}}", "model.mtp.layers=0"]
-    (of_adapter,) = find_local_inputs(load("demo", adapted))  # its data is stdlib
+    (of_adapter,) = find_existing_local_inputs(load("demo", adapted))  # its data is stdlib
     assert of_adapter == ("model.lora.path", f"{tmp_path}/adapter", (tmp_path / "adapter",))
-    (data,) = find_local_inputs(
+    (data,) = find_existing_local_inputs(
         load("demo", ["data.source=megatron", f"data.path=[{tmp_path}/tokens, {tmp_path}/gone]"])
     )
     assert data == ("data.path", f"{tmp_path}/tokens", (tmp_path / "tokens.idx",))

@@ -14,7 +14,7 @@ from bundle.cli.request import JobRequest, Machines, expand_options
 from bundle.targets import docker, images, raycluster
 from bundle.targets.docker import DockerOptions
 from bundle.targets.kubernetes import FORMS
-from bundle.targets.kubernetes.options import FORM_HELP, KubernetesOptions
+from bundle.targets.kubernetes.options import WORKLOAD_FORM_DESCRIPTIONS, KubernetesOptions
 from bundle.targets.local import LocalOptions
 from bundle.targets.ray import RayOptions
 from bundle.targets.slurm.options import SlurmOptions
@@ -114,7 +114,7 @@ def test_the_options_of_a_target_are_those_that_are_recorded(target, messages):
 
 
 def test_every_form_has_a_help_text():
-    assert list(FORMS) == list(FORM_HELP)
+    assert list(FORMS) == list(WORKLOAD_FORM_DESCRIPTIONS)
 
 
 def run_verb(*words: str) -> list[str]:

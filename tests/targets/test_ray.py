@@ -18,7 +18,7 @@ from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous
 from bundle.targets import ray, raycluster
 from bundle.targets.ray import RayOptions
-from bundle.targets.raylets import Node
+from bundle.targets.raylets import NodeActor
 from bundle.targets.states import JobState
 from tests.command import run_bundle
 from tests.targets.test_docker import decided
@@ -95,7 +95,7 @@ def test_a_job_ends_with_the_code_of_its_driver(monkeypatch, said, code, state):
 
 
 def test_what_ray_sends_into_a_node_that_is_read_does_not_end_it(tmp_path):
-    node = Node().run(("launch", "status", "no-handle"), str(tmp_path))
+    node = NodeActor().run(("launch", "status", "no-handle"), str(tmp_path))
     lines = [next(node)]
     with suppress(StopIteration):
         while True:
@@ -109,7 +109,7 @@ def test_who_started_rays_machines_says_nothing_of_the_nodes_of_a_job(tmp_path, 
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     words = ("train", "demo", "--backend=cpu", "--nodes=2", "--node-rank=0", "--rendezvous=h:1", "--dry-run")
-    *lines, code = Node().run(words, str(tmp_path))
+    *lines, code = NodeActor().run(words, str(tmp_path))
     assert code == 0, lines
 
 
@@ -142,7 +142,7 @@ def test_others_reach_the_head_where_its_own_name_means_a_loopback_address(monke
     ):
         monkeypatch.setattr(socket, "gethostbyname", {"gpu1": resolved}.__getitem__)
         monkeypatch.setattr(raycluster, "find_own_address", lambda other: "10.9.9.9")
-        assert raycluster._resolve_address("gpu1") == reached
+        assert raycluster._resolve_reachable_head_address("gpu1") == reached
 
 
 @pytest.mark.parametrize(

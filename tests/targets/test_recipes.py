@@ -40,7 +40,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     made = build_plan(
         asked, backend=backend, hardware_name=hardware, mcore="0.16.1", nodes=2, per_node=per_node
     )
-    made.refuse()
+    made.raise_gravest_problem()
     assert features <= made.recipe.features
     return from_plan(made, tmp_path_factory.mktemp("runs") / "run")
 
@@ -50,16 +50,18 @@ Told = list[tuple[int, list[str]]]  # of both nodes: their devices, what they ar
 
 def of_local(job: Job) -> Told:
     commands = [
-        local.build_command(job, local.LocalOptions(), WORK, node, "node0:29500") for node in range(2)
+        local.build_node_command(job, local.LocalOptions(), WORK, node, "node0:29500") for node in range(2)
     ]
-    return [(job.per_node, told(shlex.split(command.to_shell()))) for command in commands]
+    return [(job.per_node, told(shlex.split(command.to_redacted_shell()))) for command in commands]
 
 
 def of_docker(job: Job) -> Told:
     found = []
     for node in range(2):
         words = shlex.split(
-            docker.build_command(job, docker.DockerOptions("bundle"), WORK, node, "node0:29500").to_shell()
+            docker.build_node_command(
+                job, docker.DockerOptions("bundle"), WORK, node, "node0:29500"
+            ).to_redacted_shell()
         )
         gpus = [word.partition("=")[2] for word in words if word.startswith("--gpus=")]
         npus = [word for word in words if re.fullmatch(r"--device=/dev/davinci\d+", word)]
@@ -82,7 +84,8 @@ def of_ray(job: Job) -> Told:
     words = shlex.split(asked["entrypoint"])
     (file,) = (word for word in words if word.startswith("--job="))
     driven = [
-        list(job_file.build_arguments(job, Path(file.partition("=")[2]), n, "node0:29500")) for n in range(2)
+        list(job_file.build_train_arguments(job, Path(file.partition("=")[2]), n, "node0:29500"))
+        for n in range(2)
     ]
     assert (placement["strategy"], placement["bundles"]) == ("STRICT_SPREAD", 2)
     return [(int(placement["each"][name]), words) for words in driven]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bundle.errors import LaunchUnavailable, UsageError
+from bundle.errors import TargetUnavailable, UsageError
 from bundle.launch.job import Job
 from bundle.targets import ray, slurm, states
 from bundle.targets.slurm import batch
@@ -32,7 +32,7 @@ def clients(folder: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
 
 def test_without_slurm_it_is_said_and_no_job_is_submitted(job, tmp_path, monkeypatch, messages):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchUnavailable, match="sbatch") as error:
+    with pytest.raises(TargetUnavailable, match="sbatch") as error:
         slurm.submit(replace(job, directory=tmp_path / "run"), SlurmOptions(), tmp_path)
     messages(error.value)
 
@@ -49,7 +49,7 @@ def test_a_stopped_job_is_told_to_save_and_is_not_queued_again(job, tmp_path, mo
         (where / ray.TOKEN_NAME).touch()
     said = f"JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={output.replace('%j', '7')}"
     clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said}'", scancel=f'echo "$@" >{tmp_path}/asked')
-    slurm.stop("7")
+    slurm.request_stop("7")
     assert (tmp_path / "asked").read_text() == f"{'--batch ' if through else ''}--signal=TERM 7\n"
     for code, words in ((75, ["scancel", "7"]), (143, ["scancel", "7"]), (1, [])):
         asked = in_bash(text, f"exit {code}")
@@ -98,9 +98,9 @@ def test_slurm_is_asked_seldom_and_at_once_when_the_script_has_ended(tmp_path, m
         assert len(asked.read_text().split()) == 5  # at 0, 16, 32 and 48 s, and at the end
         assert slurm.wait("7") == 4
     else:  # a controller that does not answer is not asked more often
-        patient = partial(states.poll_states, patience_seconds=40)
-        monkeypatch.setattr("bundle.targets.slurm.poll_states", patient)
-        with pytest.raises(LaunchUnavailable):
+        patient = partial(states.yield_polled_states, patience_seconds=40)
+        monkeypatch.setattr("bundle.targets.slurm.yield_polled_states", patient)
+        with pytest.raises(TargetUnavailable):
             slurm.wait("7")
         assert len(asked.read_text().split()) <= seconds[0] // 15 + 2
 
@@ -108,8 +108,8 @@ def test_slurm_is_asked_seldom_and_at_once_when_the_script_has_ended(tmp_path, m
 def test_a_job_that_cannot_be_kept_from_the_queue_is_not_told_to_save(tmp_path, monkeypatch, messages):
     said = f"JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={tmp_path}/gone/slurm-7.log"
     clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said}'", scancel=f'echo "$@" >{tmp_path}/asked')
-    with pytest.raises(LaunchUnavailable, match=f"{tmp_path}/gone") as error:
-        slurm.stop("7")
+    with pytest.raises(TargetUnavailable, match=f"{tmp_path}/gone") as error:
+        slurm.request_stop("7")
     messages(error.value)
     assert not (tmp_path / "asked").exists()
 
@@ -149,11 +149,11 @@ def test_a_job_whose_number_sbatch_did_not_say_is_looked_up(job, tmp_path, monke
     clients(tmp_path / "bin", monkeypatch, sbatch="exec sleep 30", scontrol=f"cat {tmp_path}/jobs")
     assert slurm.submit(job, SlurmOptions(), tmp_path) == "7"
     (tmp_path / "jobs").write_text("No jobs in the system\n")
-    with pytest.raises(LaunchUnavailable, match="within 1 s") as error:
+    with pytest.raises(TargetUnavailable, match="within 1 s") as error:
         slurm.submit(job, SlurmOptions(), tmp_path)
     messages(str(error.value).replace(batch.get_job_directory(job).name, "slurm-DIGEST"))
     clients(tmp_path / "bin", monkeypatch, sbatch="echo Invalid partition >&2; exit 1")
-    with pytest.raises(LaunchUnavailable, match=r"Invalid partition$"):
+    with pytest.raises(TargetUnavailable, match=r"Invalid partition$"):
         slurm.submit(job, SlurmOptions(), tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
 
 def test_an_answer_without_a_state_is_none(tmp_path, monkeypatch, messages):
     clients(tmp_path, monkeypatch, scontrol="echo")
-    with pytest.raises(LaunchUnavailable, match="job 7") as error:
+    with pytest.raises(TargetUnavailable, match="job 7") as error:
         slurm.query_state("7")
     messages(error.value)
 
@@ -240,7 +240,7 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing_of_what_a_job_write
 def test_a_controller_that_stays_away_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 0.03)
     scontrol(tmp_path / "bin", monkeypatch, "")
-    with pytest.raises(LaunchUnavailable, match="slurm controller"):
+    with pytest.raises(TargetUnavailable, match="slurm controller"):
         slurm.wait("7", 0.01)
 
 
@@ -257,5 +257,5 @@ def test_a_job_that_slurm_has_forgotten_is_known_by_what_it_left(job, tmp_path, 
     state = slurm.query_state("7")
     assert (state.name, state.code) == ("ENDED", 6)
     assert state.output is not None and state.output.name == "slurm-7.log"
-    with pytest.raises(LaunchUnavailable):
+    with pytest.raises(TargetUnavailable):
         slurm.query_state("8")

@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bundle.errors import LaunchUnavailable
-from bundle.targets.states import JobState, find_exit_code, poll_states
+from bundle.errors import TargetUnavailable
+from bundle.targets.states import JobState, find_exit_code, yield_polled_states
 
 QUEUED, RUNNING = JobState("PENDING", "waits", None), JobState("RUNNING", "", None)
-DONE, AWAY = JobState("FAILED", "code 7", 7), LaunchUnavailable("no answer")
+DONE, AWAY = JobState("FAILED", "code 7", 7), TargetUnavailable("no answer")
 
 
-def answer(*answers: JobState | LaunchUnavailable) -> Callable[[], JobState]:
+def answer(*answers: JobState | TargetUnavailable) -> Callable[[], JobState]:
     remaining = iter(answers)
 
     def query() -> JobState:
         state = next(remaining)
-        if isinstance(state, LaunchUnavailable):
+        if isinstance(state, TargetUnavailable):
             raise state
         return state
 
@@ -31,7 +31,7 @@ def pauses(monkeypatch) -> list[float]:
 
 
 def test_states_are_asked_for_until_the_job_has_ended(pauses: list[float]):
-    states = list(poll_states(answer(QUEUED, RUNNING, DONE, RUNNING), 3))
+    states = list(yield_polled_states(answer(QUEUED, RUNNING, DONE, RUNNING), 3))
     assert states == [QUEUED, RUNNING, DONE] and pauses == [3, 3]
     assert find_exit_code(states) == 7
 
@@ -40,20 +40,22 @@ def test_states_are_asked_for_until_the_job_has_ended(pauses: list[float]):
     "answers",
     [[QUEUED, AWAY, AWAY, DONE], [QUEUED, AWAY, AWAY, RUNNING, AWAY, AWAY, DONE]],
 )
-def test_a_cluster_that_comes_back_in_time_is_asked_again(answers: Sequence[JobState | LaunchUnavailable]):
-    assert list(poll_states(answer(*answers), 3, patience_seconds=6))[-1] == DONE
+def test_a_cluster_that_comes_back_in_time_is_asked_again(
+    answers: Sequence[JobState | TargetUnavailable],
+):
+    assert list(yield_polled_states(answer(*answers), 3, patience_seconds=6))[-1] == DONE
 
 
 def test_a_cluster_that_stays_away_ends_the_wait(pauses: list[float]):
-    with pytest.raises(LaunchUnavailable):
-        list(poll_states(answer(RUNNING, AWAY, AWAY, AWAY, DONE), 3, patience_seconds=6))
+    with pytest.raises(TargetUnavailable):
+        list(yield_polled_states(answer(RUNNING, AWAY, AWAY, AWAY, DONE), 3, patience_seconds=6))
     assert pauses == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("answers", "patience_seconds"), [([AWAY, DONE], 600), ([RUNNING, AWAY, DONE], 0)])
 def test_a_cluster_that_never_answered_is_asked_once(
-    answers: Sequence[JobState | LaunchUnavailable], patience_seconds: float, pauses: list[float]
+    answers: Sequence[JobState | TargetUnavailable], patience_seconds: float, pauses: list[float]
 ):
-    with pytest.raises(LaunchUnavailable):
-        list(poll_states(answer(*answers), 3, patience_seconds=patience_seconds))
+    with pytest.raises(TargetUnavailable):
+        list(yield_polled_states(answer(*answers), 3, patience_seconds=patience_seconds))
     assert len(pauses) == len(answers) - 2

@@ -96,7 +96,7 @@ def test_what_was_emulated_is_no_hardware(tmp_path, messages):
         return tool.recorded(file)
 
     (taken,) = recorded("emulated", emulated=True)
-    assert taken.hardware == ""
+    assert taken.device_name_unless_emulated == ""
     line = next(
         line
         for line in tool.markdown(
@@ -110,7 +110,7 @@ def test_what_was_emulated_is_no_hardware(tmp_path, messages):
     messages(error.value)
     with pytest.raises(UsageError, match="device"):
         recorded("910B2C (emulated)")
-    assert recorded("910B3", emulated=False)[0].hardware == "910B3"
+    assert recorded("910B3", emulated=False)[0].device_name_unless_emulated == "910B3"
     file.write_text(json.dumps({"combination": None, "passed": False}))
     with pytest.raises(UsageError, match=r"acceptance\.json") as error:
         tool.recorded(file)

@@ -48,7 +48,7 @@ def main(directory: Path) -> None:
         from bundle.mcore import groups
         from bundle.training.loop import Batches
 
-        made = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        made = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
         loader = Loader(recipe, prepare(recipe, directory / "tokens"), 0, 1)
         batches = Batches(recipe, loader, made, torch.device("cpu"))
         rows = batches.build_training_batches(0)
@@ -59,7 +59,9 @@ def main(directory: Path) -> None:
                 lengths.append(length)
                 of = (values[None, :length] for values in (ids, labels, mask))
                 alone.append(from_rows(*of, cp=1, rank=0, mtp_layers=1))
-        seen, wanted = (after(job.effective_recipe, runtime, made, given) for given in (rows, alone))
+        seen, wanted = (
+            after(job.recipe_with_planned_attention, runtime, made, given) for given in (rows, alone)
+        )
     found = {name: float((seen[name] - wanted[name]).abs().max()) for name in seen}
     told = batches.sizes.lengths.tolist() == lengths
     finish_rank(found | {"lengths": told, "tokens": sum(lengths)})

@@ -53,7 +53,9 @@ class Slow:
     sizes: SampleSizes = field(
         default_factory=lambda: SampleSizes(np.array([250, 150]), np.zeros((0, 3), np.int64))
     )
-    forward_timer: Any = field(default_factory=lambda: SimpleNamespace(take_seconds=lambda: None))
+    forward_timer: Any = field(
+        default_factory=lambda: SimpleNamespace(take_seconds_if_supported=lambda: None)
+    )
 
     def build_training_batches(self, _consumed: int) -> list[Any]:
         return []
@@ -73,7 +75,7 @@ class Slow:
         mean = sum(taken) / len(taken) if self.tokens else math.nan
         return Losses(mean, (), self.tokens * len(taken))
 
-    def gather_loss_sums(self) -> list[float]:
+    def gather_pending_loss_sums(self) -> list[float]:
         return []
 
     def evaluate(self, batches: list[Any]) -> Losses:
@@ -120,7 +122,7 @@ def run(
         metrics=MetricsWriter([kept]),
         speed=SimpleNamespace(  # type: ignore[arg-type]
             compute_flops_per_rank=lambda *_: 6e12,
-            compute_gauges=lambda flops, seconds: {"flops": flops, "seconds": seconds},
+            compute_speed_and_memory=lambda flops, seconds: {"flops": flops, "seconds": seconds},
         ),
         stragglers=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]
         profiler=SimpleNamespace(step=nullcontext),  # type: ignore[arg-type]

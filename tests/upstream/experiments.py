@@ -14,14 +14,14 @@ from bundle.packing.packing import Packing
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.verification.numbers import (
-    DENSE_CONFIG,
+    DENSE_HF_CONFIG,
     EXPERTS_CONFIG,
-    LATENT_CONFIG,
+    MLA_CONFIG,
     VOCABULARY_SIZE,
     Bench,
     BenchLayout,
     Numbers,
-    draw_sequences,
+    draw_sequences_with_next_token,
     measure_gap,
     sum_token_losses,
 )
@@ -45,21 +45,23 @@ def experts_split_over_tensor_ranks(bench: Bench) -> float:
 
 
 def packed_prediction(bench: Bench) -> float:
-    recipe = _recipe({"config": DENSE_CONFIG, "mtp": {"layers": 1}}, {}, packed=True)
+    recipe = _recipe({"config": DENSE_HF_CONFIG, "mtp": {"layers": 1}}, {}, packed=True)
     with engine_of(bench, recipe) as engine:
         _step(engine, packed=True)
     return 0.0
 
 
 def prediction_over_tensor_ranks(bench: Bench) -> float:
-    return _compare(bench, {"config": DENSE_CONFIG, "mtp": {"layers": 1}}, {"tp": 2})
+    return _compare(bench, {"config": DENSE_HF_CONFIG, "mtp": {"layers": 1}}, {"tp": 2})
 
 
 def interleaved(bench: Bench, *, batched: bool = True) -> float:
     def exchange(engine: Engine) -> None:
         engine.config.batch_p2p_comm, engine.config.overlap_p2p_comm = batched, not batched
 
-    return _compare(bench, {"config": DENSE_CONFIG | {"num_hidden_layers": 4}}, {"pp": 2, "vpp": 2}, exchange)
+    return _compare(
+        bench, {"config": DENSE_HF_CONFIG | {"num_hidden_layers": 4}}, {"pp": 2, "vpp": 2}, exchange
+    )
 
 
 def interleaved_without_batches(bench: Bench) -> float:
@@ -74,44 +76,47 @@ def overlap_detached(bench: Bench) -> float:
     """
     detached = {"detach_trunk": True, "detach_embeddings": True}
     return _runs(
-        bench, {"config": DENSE_CONFIG, "mtp": {"layers": 1, **detached}}, {"pp": 2}, overlap_grad_reduce=True
+        bench,
+        {"config": DENSE_HF_CONFIG, "mtp": {"layers": 1, **detached}},
+        {"pp": 2},
+        overlap_grad_reduce=True,
     )
 
 
 def overlap_tied(bench: Bench) -> float:
     """With the weight of the head that megatron allocates."""
-    model = {"config": DENSE_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
+    model = {"config": DENSE_HF_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
     with mock.patch.object(gpt, "tie_head_to_mtp_embedding"):
         return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
 
 
 def saved_tied(bench: Bench) -> float:
     """0.0 if the weights with the head that megatron allocates can be saved."""
-    model = {"config": DENSE_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
+    model = {"config": DENSE_HF_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
     with mock.patch.object(gpt, "tie_head_to_mtp_embedding"):
         return _saves(bench, model)
 
 
 def saved_tied_without_the_head(bench: Bench) -> float:
     """What our own jobs do."""
-    return _saves(bench, {"config": DENSE_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}})
+    return _saves(bench, {"config": DENSE_HF_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}})
 
 
 def overlap_tied_without_the_head(bench: Bench) -> float:
     """What our own jobs do."""
-    model = {"config": DENSE_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
+    model = {"config": DENSE_HF_CONFIG | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
     return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True)
 
 
 def overlap_in_buckets(bench: Bench) -> float:
     """A shared embedding behind buckets of any fill; no trap, because a patch of 0.12 pads in between."""
-    model = {"config": DENSE_CONFIG | {"tie_word_embeddings": True}}
+    model = {"config": DENSE_HF_CONFIG | {"tie_word_embeddings": True}}
     return _compare(bench, model, {"pp": 2}, overlap_grad_reduce=True, bucket_size=10000)
 
 
 def latent_attention_without_sequence_parallelism(bench: Bench) -> float:
     """The gradient norm of two tensor-parallel ranks with the whole sequence each."""
-    return bench.measure_norm_gap(LATENT_CONFIG, {"sequence_parallel": False}, tp=2)
+    return bench.measure_norm_gap(MLA_CONFIG, {"sequence_parallel": False}, tp=2)
 
 
 def packed_gated_delta(bench: Bench) -> float:
@@ -120,8 +125,8 @@ def packed_gated_delta(bench: Bench) -> float:
     Where it is taken, the layer asks for a kernel of flash-linear-attention that torch alone has not.
     """
     with bench.open_layout() as groups:
-        config = groups.build_chunk(DENSE_CONFIG).config
-        pack = groups.pack_sequences(draw_sequences((6, 10)), multiple=1).packed
+        config = groups.build_chunk(DENSE_HF_CONFIG).config
+        pack = groups.pack_padded_sequences(draw_sequences_with_next_token((6, 10)), multiple=1).packed
         try:
             layer = gated_delta.build_small_delta_net(config)
         except ImportError:
@@ -144,8 +149,8 @@ def prediction_with_two_outputs(bench: Bench) -> float:
     norms = []
     for sizes in (_ALONE, {"cp": 2}):
         with bench.open_layout(**sizes) as groups:
-            job = groups.build_recipe(DENSE_CONFIG, mtp={"layers": 1})
-            model = groups.build_chunk(DENSE_CONFIG, options, mtp={"layers": 1})
+            job = groups.build_recipe(DENSE_HF_CONFIG, mtp={"layers": 1})
+            model = groups.build_chunk(DENSE_HF_CONFIG, options, mtp={"layers": 1})
             wrapped = optimization.wrap_data_parallel(job, model.config, [model])
             batch = groups.build_two_rows(32)
 
@@ -175,7 +180,7 @@ def _balancing(groups: BenchLayout, learned: torch.Tensor) -> Numbers:
         options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
         model = groups.build_chunk(EXPERTS_CONFIG, options)
         wrapped = optimization.wrap_data_parallel(groups.build_recipe(EXPERTS_CONFIG), model.config, [model])
-        batch = groups.build_batch(torch.stack(draw_sequences((32, 32))), learned)
+        batch = groups.build_batch(torch.stack(draw_sequences_with_next_token((32, 32))), learned)
 
         def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches)

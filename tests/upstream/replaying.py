@@ -23,7 +23,7 @@ Chosen = list[list[int]]
 
 
 def main() -> None:
-    runtime = backends.prepare("cpu")
+    runtime = backends.set_up_runtime("cpu")
     try:
         replay = importlib.import_module("megatron.core.transformer.moe.router_replay")
     except ModuleNotFoundError:

@@ -9,25 +9,25 @@ from typing import Any
 
 from bundle import backends
 from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
+from bundle.verification import build_needed_patch_plan, decide_patches
 
 TARGET = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
 
 
 def main() -> None:
-    plan = plan_all_patches(decide_patches("cpu"))
+    plan = build_needed_patch_plan(decide_patches("cpu"))
     patcher.apply(plan)
-    backends.prepare("cpu")
+    backends.set_up_runtime("cpu")
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from bundle.replacements.mtp import predict_only_with_labels
+    from bundle.replacements.mtp import skip_mtp_without_labels
 
     counted = [sum(step.target == TARGET for step in plan.steps), depth(GPTModel.forward)]
     for _ in range(2):
         patcher.apply(plan)
     counted.append(depth(GPTModel.forward))
     for _ in range(2):
-        GPTModel.forward = predict_only_with_labels(GPTModel.forward)
+        GPTModel.forward = skip_mtp_without_labels(GPTModel.forward)
     print(json.dumps([*counted, depth(GPTModel.forward)]))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bundle.capabilities.ascend import ASCEND
 from bundle.capabilities.cuda import CUDA
-from bundle.packing.packing import Packing, build_masks
+from bundle.packing.packing import Packing, build_padding_masks
 from bundle.recipe.alignment import Alignment
 
 LENGTHS = [38, 21]
@@ -18,7 +18,8 @@ LENGTHS = [38, 21]
 def test_two_rules_give_two_shapes():
     """What upstream does, with our least padding."""
     by_each_builder = [
-        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest_row for scaling in (None, "blockwise")
+        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest_padded_length
+        for scaling in (None, "blockwise")
     ]
     assert by_each_builder == [38, 40]
     ids, labels = (torch.zeros(2, rows) for rows in by_each_builder)
@@ -30,7 +31,12 @@ def test_two_rules_give_two_shapes():
 def test_ids_labels_and_masks_have_one_shape(backend):
     packing = Packing.from_lengths(LENGTHS, Alignment("bshd", scaling="blockwise"))
     ids = torch.arange(sum(LENGTHS))
-    of = build_masks(packing, backend.find_mask("vlm", "bshd"))
-    built = [packing.unsharded.pack(ids), packing.pack(ids, roll=1), packing.valid, of.valid]
+    of = build_padding_masks(packing, backend.find_mask("vlm", "bshd"))
+    built = [
+        packing.unsharded_bshd_packing.pack_concatenated(ids),
+        packing.pack_concatenated(ids, roll=1),
+        packing.valid,
+        of.valid,
+    ]
     built += [of.model] if of.model is not None else []
     assert {tuple(x.shape) for x in built} == {(2, 40)}

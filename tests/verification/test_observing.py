@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bundle.verification import WorkOrder, decide_patches, plan_all_patches, read_last_lines, run_orders
+from bundle.verification import (
+    WorkOrder,
+    build_needed_patch_plan,
+    decide_patches,
+    read_last_lines,
+    run_orders,
+)
 from tests.world import observe
 
 
@@ -27,7 +33,7 @@ def test_what_a_run_started_ends_with_it():
     pytest.importorskip("megatron.core")
     found = decide_patches("cpu")
     order = WorkOrder(0, "tests.verification.leaving:process", 1, 60, ())
-    ((seen,),) = observe([order], plan_all_patches(found), backend="cpu", root=found.core.root)
+    ((seen,),) = observe([order], build_needed_patch_plan(found), backend="cpu", root=found.core.root)
     assert seen.gap is not None, seen
     assert not running(int(seen.gap))
 
@@ -41,7 +47,7 @@ def test_what_has_ended_is_told_while_others_run(tmp_path: Path, monkeypatch: py
         WorkOrder(n, f"tests.verification.leaving:{name}", 1, 60, ())
         for n, name in enumerate(("nothing", "wait"))
     ]
-    told = run_orders(orders, plan_all_patches(found), backend="cpu", root=found.core.root)
+    told = run_orders(orders, build_needed_patch_plan(found), backend="cpu", root=found.core.root)
     first, (seen,) = next(told)
     assert (first.number, seen.gap) == (0, 0.0)
     file.touch()  # the other one has waited for this until now

@@ -89,7 +89,7 @@ def distances(directory: Path, layout: str, runtime: Any) -> dict[str, float]:
     values = recipe(directory / "model", LAYOUTS[layout], packed=packed, recomputed=apart).dump()
     values["model"]["lora"] = {"path": str(directory / ADAPTER)}
     job = from_mapping(values)
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     matrices = list(adapters.list_matrices(engine.models))
     asked = [of for model in engine.models for of in model.parameters() if of.requires_grad]
@@ -113,7 +113,7 @@ def distances(directory: Path, layout: str, runtime: Any) -> dict[str, float]:
         exporting.export_adapters(directory / "out", job, engine.models)
         exporting.export(directory / MERGED, job, engine.models, made)
         assert len(matrices) == len(gradients)
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return dict(zip(("log-probs", "gradients"), worst.tolist(), strict=True))
 
 

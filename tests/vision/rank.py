@@ -64,7 +64,7 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
     packed, apart = layout.startswith("packed"), layout.startswith("recomputed")
     job = recipe(directory, LAYOUTS[layout], packed=packed, recomputed=apart)
     device = world.device(runtime)
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     engine = Engine(job, runtime, made, device, pretrained.find_recipe_weights(job))
     _, numbers = reference.read(directory)
     sequences = [(name,) for name in NAMES] if apart else [NAMES]
@@ -84,7 +84,7 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # of numbers alone: NaN stays on rank 0, or ends nothing
     if layout == ALONE:
         exporting.export(directory / EXPORTED, job, engine.models, made)
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     first, second, third = worst.tolist()
     return first, second, third
 

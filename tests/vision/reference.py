@@ -179,7 +179,7 @@ def _sequence(pieces: Pieces, case: Case) -> tuple[Tensor, Tensor, Tensor]:
         grids.append((*(times or [1]), height, width))
         seconds.append(next(turns) if times else 0.0)
         frames, token = [height * width // 4] * grids[-1][0], VIDEO if times else IMAGE
-        if not case.vision.has_separate_frames:
+        if not case.vision.has_frame_timestamps:
             frames = [sum(frames)]
         for tokens in frames:  # between those that stand apart is what a time would be
             text = torch.randint(0, TEXT_TOKENS, (len(frames) - 1,)).tolist()

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from bundle import pretrained
 from bundle.architectures.tensors import TOWER_PREFIX
-from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.capabilities.cpu import LOCAL_LAYER_TRAITS
 from bundle.environment.packages import MegatronCode
 from bundle.planning.layout import build_rank_layout
 from bundle.planning.memory import StateBuffers
@@ -66,7 +66,7 @@ def step(case: Case, directory: Path, layout: str, how: str, runtime: Any) -> tu
         "schedule": "linear", "use_distributed_optimizer": layout != "pp2",
     }  # fmt: skip
     job = from_mapping(values)
-    made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
+    made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
     begun = pretrained.find_recipe_weights(job)
     engine = Engine(job, runtime, made, torch.device("cpu"), begun)
     _, numbers = reference.read(directory)
@@ -98,7 +98,7 @@ def step(case: Case, directory: Path, layout: str, how: str, runtime: Any) -> tu
         far.append(float(error.max() / change.abs().max().clamp(min=1e-5)))
     if how == "rates":
         wrong += continued(engine, job, runtime, made, given, directory / f"between, {layout}")
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return wrong, max(far)
 
 
@@ -125,7 +125,9 @@ def unplanned(engine: Any, job: Any) -> list[str]:
     import megatron.core
 
     code = MegatronCode(Version(megatron.core.__version__), Path(megatron.core.__file__).parents[2])
-    states = StateBuffers.from_recipe(job, build_rank_layout(job, dist.get_world_size()), LOCAL_LAYERS, code)
+    states = StateBuffers.from_recipe(
+        job, build_rank_layout(job, dist.get_world_size()), LOCAL_LAYER_TRAITS, code
+    )
     predicted = states.compute_rank_bytes(dist.get_rank())
     buffers = [of for chunk in engine.chunks for of in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     kept = [

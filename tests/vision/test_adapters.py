@@ -60,7 +60,7 @@ def test_all_linear_are_the_layers_that_peft_takes_by_that_word_and_by_our_targe
         return {f".{name.removeprefix('model.')}" for name in found.base_model.targeted_module_names}
 
     table = Tensors(from_config(case.config))
-    theirs, targets = taken("all-linear"), adapters.list_all_linear_targets(table)
+    theirs, targets = taken("all-linear"), adapters.list_shortest_linear_suffixes(table)
     ours = {
         adapting.tail(pair.a.name.removesuffix(".lora_A.weight"))
         for tensor in table

@@ -7,9 +7,9 @@ import pytest
 
 from bundle.data import prepare
 from bundle.data.loader import Loader
-from bundle.data.samples import BLANK_SAMPLE, balance_costs
+from bundle.data.samples import BLANK_SAMPLE, partition_into_equal_size_groups
 from bundle.recipe import load
-from bundle.training.loop import get_lengths
+from bundle.training.loop import get_sequence_lengths
 from tests.vision import rows
 from tests.vision.rows import asking, content, image
 
@@ -44,7 +44,7 @@ def steps(directory, how, dp):
         shares = [loader.read_training_step(consumed) for loader in loaders]
         batches = [batch for share in shares for batch in share]
         for step in (loader.compute_sizes(consumed) for loader in loaders):
-            lengths = [length for batch in batches for length in get_lengths(batch)]
+            lengths = [length for batch in batches for length in get_sequence_lengths(batch)]
             assert sorted(step.lengths.tolist()) == sorted(lengths)
             grids = np.concatenate([batch.grids for batch in batches]).tolist()
             assert sorted(step.grids.tolist()) == sorted(grids)
@@ -111,8 +111,11 @@ def test_samples_that_are_all_alike_stay_in_the_order_in_which_they_are_drawn(sk
 
 def test_all_are_dealt_in_equal_parts():
     costs = np.asarray([1, 50, 2, 40, 3, 30, 4, 20])
-    found = balance_costs(costs, 4)
+    found = partition_into_equal_size_groups(costs, 4)
     assert found.shape == (4, 2) and sorted(found.ravel().tolist()) == list(range(8))
     assert costs[found].tolist() == [[50, 1], [40, 2], [30, 3], [20, 4]]
-    assert balance_costs(np.asarray([9, 8, 1, 1, 1, 0]), 2).tolist() == [[0, 3, 5], [1, 2, 4]]
-    assert balance_costs(np.asarray([5, 9, 7]), 1).tolist() == [[1, 2, 0]]
+    assert partition_into_equal_size_groups(np.asarray([9, 8, 1, 1, 1, 0]), 2).tolist() == [
+        [0, 3, 5],
+        [1, 2, 4],
+    ]
+    assert partition_into_equal_size_groups(np.asarray([5, 9, 7]), 1).tolist() == [[1, 2, 0]]

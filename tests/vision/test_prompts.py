@@ -8,7 +8,7 @@ import torch
 
 from bundle.data.media import Medium
 from bundle.data.processing import MediaProcessor
-from bundle.data.prompts import Prompts
+from bundle.data.prompts import PromptBuilder
 from bundle.errors import UsageError
 from tests.cli.test_generate import generate
 from tests.vision import clips, reference
@@ -42,7 +42,7 @@ def wanted(family, directory):
     processing = MediaProcessor.from_recipe(clips.job(directory, family))
     assert processing is not None
     video, still = (
-        processing.read(Medium(kind, f"images/{name}"), directory)
+        processing.read_encoded(Medium(kind, f"images/{name}"), directory)
         for kind, name in (("video", "file of 11.webp"), ("image", "still.png"))
     )
     return ids, [video, still], [torch.from_numpy(processing.extract_patches(of)) for of in (video, still)]
@@ -67,7 +67,7 @@ def answer(made, ids, pictures, patches):
 def test_an_answer_is_that_of_transformers_to_its_own_inputs(model, capfd):
     family, directory, made = model
     ids, pictures, patches = wanted(family, directory)
-    prompts = Prompts.from_directory(directory / "tokenizer")
+    prompts = PromptBuilder.from_directory(directory / "tokenizer")
     files = {
         "video": [directory / "images" / "file of 11.webp"],
         "image": [directory / "images" / "still.png"],
@@ -89,7 +89,7 @@ def test_what_is_shown_stands_before_a_prompt_without_marks(model, tmp_path):
     _, directory, _ = model
     (tmp_path / "a.png").write_bytes(content(image(16, 16)))
     (tmp_path / "b.png").symlink_to(tmp_path / "a.png")
-    prompts = Prompts.from_directory(directory / "tokenizer")
+    prompts = PromptBuilder.from_directory(directory / "tokenizer")
     files = {
         "image": [tmp_path / "a.png", tmp_path / "b.png"],
         "video": [directory / "images" / "file of 4.webp"],
@@ -117,13 +117,13 @@ def test_a_model_of_text_is_shown_nothing(model, tmp_path, messages):
     text = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 64}
     text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "text" / "config.json").write_text(json.dumps(text | {"max_position_embeddings": 64}))
-    prompts = Prompts.from_directory(tmp_path / "text")
+    prompts = PromptBuilder.from_directory(tmp_path / "text")
     with pytest.raises(UsageError, match="images") as error:
         prompts.build_prompt("?", {"image": [directory / "images" / "still.png"]})
     messages(error.value)
     (tmp_path / "text" / "chat_template.jinja").unlink()
     with pytest.raises(UsageError, match="chat template") as error:
-        Prompts.from_directory(tmp_path / "text").build_prompt(
+        PromptBuilder.from_directory(tmp_path / "text").build_prompt(
             "?", {"image": [directory / "images" / "still.png"]}
         )
     messages(error.value)

@@ -14,7 +14,7 @@ from bundle.architectures.multimodal import FAMILIES as IMAGE_FAMILIES
 from bundle.data import prepare
 from bundle.data.media import Column, Picture, extract_media
 from bundle.data.processing import MediaProcessor
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import from_mapping, load
@@ -60,7 +60,7 @@ def test_patches_are_those_of_transformers(tmp_path, size, mode):
     ours = processing(tmp_path, *(f"data.images.{name}={value}" for name, value in limits.items()))
     known = {n: v for n, v in rows.digits.PROCESSING.items() if n not in ("image_processor_type", *limits)}
     theirs = kind(**known, **limits)(images=[of.convert("RGB")], return_tensors="np")
-    picture = ours.read(content(of), tmp_path)
+    picture = ours.read_encoded(content(of), tmp_path)
     assert [list(picture.grid)] == theirs["image_grid_thw"].tolist()
     assert np.abs(ours.extract_patches(*picture.contents) - theirs["pixel_values"]).max() < 1e-6
 
@@ -436,7 +436,7 @@ def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
 def test_marks_are_text_where_a_row_has_no_images():
     messages = [{"role": "user", "content": "what is <image>?"}]
     assert extract_media(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptData):
         extract_media(
             [{"role": "user", "content": "<image> and <image>"}], {"image": Column("images", ["a"])}
         )

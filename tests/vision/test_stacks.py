@@ -14,7 +14,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.models.mapped_files import MappedFiles
 from bundle.pretrained.directory import find_weights
-from bundle.pretrained.matching import _match_weights
+from bundle.pretrained.matching import _check_weights_match
 from tests.families.cases import CASES as OF_TEXT
 from tests.vision.cases import CASES
 
@@ -50,7 +50,7 @@ def written(directory, of, turned):
 @pytest.mark.parametrize("turned", [(), ("gate_up_proj", "down_proj")], ids=["on the Hub", "transformers 5"])
 def test_both_ways_are_read(tmp_path, width, turned):
     values, found = written(tmp_path / "of", table(width), turned)
-    matched, files = _match_weights(found, CONFIG, table(width), 0, "other weights"), MappedFiles()
+    matched, files = _check_weights_match(found, CONFIG, table(width), 0, "other weights"), MappedFiles()
     read = {name: files.read_tensor(name, entry) for name, entry in matched.entries.items()}
     assert read.keys() == values.keys()
     assert [name for name in values if not torch.equal(read[name], values[name])] == []
@@ -66,7 +66,7 @@ def test_gpt_oss_lies_one_way(tmp_path, messages):
     of = Tensors(from_config(config))
     _, found = written(tmp_path / "of", of, ("gate_up_proj", "down_proj"))
     with pytest.raises(UsageError) as refused:
-        _match_weights(found, config, of, 0, "other weights")
+        _check_weights_match(found, config, of, 0, "other weights")
     assert any("gate_up_proj" in line for line in refused.value.violations)
     messages(refused.value)
 

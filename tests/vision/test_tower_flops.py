@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bundle.architectures import from_config
 from bundle.architectures.tensors import TOWER_PREFIX
 from bundle.planning.size import compute_model_size
-from bundle.planning.tower import compute_tower_flops
+from bundle.planning.tower import compute_tower_flop_coefficients
 from bundle.recipe import load
 from bundle.recipe.recipe import Model
 from bundle.runs.metrics import Speed
@@ -70,7 +70,7 @@ def counted(case, grids, model):
 @pytest.mark.slow
 def test_flops_are_those_that_torch_counts(case, grids, trained):
     model = Model.model_validate({"config": case.config, **TRAINED[trained]})
-    ours = compute_tower_flops(from_config(case.config), model)
+    ours = compute_tower_flop_coefficients(from_config(case.config), model)
     assert ours is not None
     assert ours.count_training_flops(grids) == counted(case, grids, model)
 
@@ -78,7 +78,7 @@ def test_flops_are_those_that_torch_counts(case, grids, trained):
 def test_a_rank_counts_its_share_of_text_and_images(case, grids):
     recipe = job(case.config, task="sft", data=ROWS, parallel={"tp": 2})
     whole = compute_model_size(recipe.architecture).count_training_flops([40, 7])
-    tower = compute_tower_flops(recipe.architecture, recipe.model)
+    tower = compute_tower_flop_coefficients(recipe.architecture, recipe.model)
     assert tower is not None
     whole += tower.count_training_flops(grids)
     assert Speed(recipe, "cpu", CPU, dp=1).compute_flops_per_rank([40, 7], grids) == whole / 2
@@ -86,4 +86,4 @@ def test_a_rank_counts_its_share_of_text_and_images(case, grids):
 
 def test_a_model_without_a_tower_has_none():
     recipe = load("demo")
-    assert compute_tower_flops(recipe.architecture, recipe.model) is None
+    assert compute_tower_flop_coefficients(recipe.architecture, recipe.model) is None

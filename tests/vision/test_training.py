@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bundle.planning.size import compute_model_size
-from bundle.planning.tower import compute_tower_flops
+from bundle.planning.tower import compute_tower_flop_coefficients
 from bundle.recipe import load
 from tests.command import finish, start_training
 from tests.vision import rows
@@ -73,7 +73,7 @@ def test_rates_count_what_the_tower_computes(alone):
     seconds, recipe = first["train/step_seconds"], load(str(rows.RECIPE))
     size, tower = (
         compute_model_size(recipe.architecture, recipe.model),
-        compute_tower_flops(recipe.architecture, recipe.model),
+        compute_tower_flop_coefficients(recipe.architecture, recipe.model),
     )
     assert tower is not None
     tokens = round(first["train/tokens_per_second"] * seconds)

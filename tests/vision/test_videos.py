@@ -15,7 +15,7 @@ from bundle.data import prepare
 from bundle.data.corpus import inspect
 from bundle.data.media import Medium, Picture
 from bundle.data.processing import MediaProcessor
-from bundle.data.sources import Corrupt
+from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.data.video_decoding import VideoMetadata
 from bundle.data.videos import insert_frame_times
@@ -120,7 +120,7 @@ def theirs():
 @given(pieces=st.lists(PIECES, min_size=1, max_size=3))
 def test_positions_are_those_of_transformers(theirs, family, pieces):
     vision = next(case.vision for case in CASES if case.family == family)
-    each = [laid_out(of, vision.has_separate_frames) for of in pieces]
+    each = [laid_out(of, vision.has_frame_timestamps) for of in pieces]
     lengths = np.asarray([len(ids) for ids, _, _ in each])
     ids, grids, seconds = (np.asarray([x for of in column for x in of]) for column in zip(*each, strict=True))
     of_all = grids.reshape(-1, 3).astype(np.int64), ids, lengths, vision, seconds.astype(np.float64)
@@ -190,7 +190,7 @@ def test_parts_of_a_text_move_with_its_times(messages):
     text, parts = insert_frame_times("a<v>b (<v>) c", [(0, 1), (4, 5), (12, 13)], videos, ("(", "<v>", ")"))
     assert text == "a<0.0 seconds>(<v>)<1.2 seconds>(<v>)b <3.0 seconds>(<v>) c"
     assert [text[begin:end] for begin, end in parts] == ["a", "b", "c"]
-    with pytest.raises(Corrupt, match="2 videos") as error:
+    with pytest.raises(CorruptData, match="2 videos") as error:
         insert_frame_times("a<v>", [], videos, ("(", "<v>", ")"))
     messages(error.value)
 
@@ -235,8 +235,8 @@ def test_files_have_the_frames_that_a_list_of_them_has(tmp_path, kind):
         of = rows.film(shown, 10, kind)
     processing = MediaProcessor.from_recipe(job(data(tmp_path, [])))
     assert processing is not None
-    file = processing.read(Medium("video", of, 5.0), tmp_path)
-    every_other = processing.read(Medium("video", [content(of) for of in shown[::2]], 5.0), tmp_path)
+    file = processing.read_encoded(Medium("video", of, 5.0), tmp_path)
+    every_other = processing.read_encoded(Medium("video", [content(of) for of in shown[::2]], 5.0), tmp_path)
     assert (file.grid, file.seconds) == (every_other.grid, every_other.seconds) == ((3, 8, 12), 0.4)
     assert np.array_equal(processing.extract_patches(file), processing.extract_patches(every_other))
 
@@ -248,7 +248,7 @@ def test_a_gif_has_its_frames(tmp_path):
     processing = MediaProcessor.from_recipe(job(data(tmp_path, [])))
     assert processing is not None
     file, listed = (
-        processing.read(Medium("video", of, 10.0), tmp_path)
+        processing.read_encoded(Medium("video", of, 10.0), tmp_path)
         for of in (clip(shades, "GIF"), [content(of) for of in shades])
     )
     assert np.array_equal(processing.extract_patches(file), processing.extract_patches(listed))
@@ -260,7 +260,7 @@ def test_of_every_number_of_frames_none_is_taken_behind_the_last(tmp_path):
     )
     assert processing is not None
     gif = clip([image(16, 16, seed=number) for number in range(75)], "GIF")
-    read = processing.read(Medium("video", gif), tmp_path)
+    read = processing.read_encoded(Medium("video", gif), tmp_path)
     assert read.grid == (7, 6, 6) and len(processing.extract_patches(read)) == 7 * 6 * 6
     for count, fps in product(range(8, 900), (10, 29.97)):
         numbers = processing.videos._sample_frames(VideoMetadata(count, fps, 16, 16), 2.0)
@@ -447,7 +447,11 @@ def test_a_pack_has_the_videos_of_its_sequences_in_order(tmp_path):
         2: [Medium("image", content(THREE[1])), Medium("video", [content(of) for of in THREE])],
     }
     assert sorted(batch.documents.tolist()) == [0, 1, 2]
-    wanted = [processing.read(of, tmp_path) for document in batch.documents for of in pictures[int(document)]]
+    wanted = [
+        processing.read_encoded(of, tmp_path)
+        for document in batch.documents
+        for of in pictures[int(document)]
+    ]
     assert batch.grids.tolist() == [list(of.grid) for of in wanted]
     assert batch.seconds.tolist() == [of.seconds for of in wanted]
     assert np.array_equal(

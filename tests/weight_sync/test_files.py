@@ -12,7 +12,7 @@ from safetensors import safe_open
 from bundle.architectures import from_config
 from bundle.errors import JobFailed, UsageError
 from bundle.pretrained.writing import OutputTensor
-from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_declared_tensors
+from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_header_tensors
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.families import CONFIGS
 from tests.rollouts.sglang.contract_server import wait_until
@@ -57,7 +57,7 @@ def test_safetensors_reads_what_was_written_and_digests_are_those_of_xxhash(tmp_
         assert written.manifest.tensors[name].digest == xxhash.xxh3_128(values).hexdigest()
     assert written.manifest.version == 4
     assert written.manifest.bytes == sum(tensor.nbytes for tensor in sent.values())
-    declared = read_declared_tensors(written.directory)
+    declared = read_header_tensors(written.directory)
     assert {name: (entry.dtype, entry.shape) for name, entry in declared.items()} == {
         name: (tensor.stored.dtype, tensor.stored.shape) for name, tensor in written.manifest.tensors.items()
     }
@@ -151,9 +151,11 @@ def test_names_of_a_draft_are_left_out_or_sent_by_what_the_server_has(tmp_path):
     assert {tensor.role for tensor in alone.tensors.values()} == {"target"}
     declared = build_declared_tensors(TABLE, "BF16")
     for manifest in (alone, both):
-        manifest.check_names(declared)
+        manifest.check_server_tensors(declared)
         # Copies may be among the files of a checkpoint, or not.
-        manifest.check_names(declared | {name: OutputTensor(name, "BF16", (1,)) for name in TABLE.copies})
+        manifest.check_server_tensors(
+            declared | {name: OutputTensor(name, "BF16", (1,)) for name in TABLE.copies}
+        )
 
 
 def test_other_names_shapes_and_kinds_of_numbers_are_refused_in_both_directions(tmp_path, messages):
@@ -165,7 +167,7 @@ def test_other_names_shapes_and_kinds_of_numbers_are_refused_in_both_directions(
         "d": OutputTensor("d", "F32", (1,)),
     }
     with pytest.raises(JobFailed) as error:
-        manifest.check_names(declared)
+        manifest.check_server_tensors(declared)
     kinds = {tuple(line.split()[:2]) for line in error.value.violations}
     assert kinds == {("missing:", "d"), ("unknown:", "a"), ("shape:", "b"), ("dtype:", "c")}
     messages(error.value)

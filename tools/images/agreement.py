@@ -21,9 +21,9 @@ def disagreements(root: Path, definition: Definition, project: Project) -> Itera
     """Every place in the checkout that does not follow docker-bake.json and pyproject.toml."""
     for stack in definition.stacks:
         yield from _of_lock(root, definition, project, stack)
-    if files.read_text(root / page.FILE) != page.markdown(definition):
+    if files.read_text_if_small(root / page.FILE) != page.markdown(definition):
         yield f"{page.FILE} is not what `python -m tools.images page` makes: write it again"
-    if files.read_text(root / page.MATRIX) != page.matrix(definition, project.version):
+    if files.read_text_if_small(root / page.MATRIX) != page.matrix(definition, project.version):
         yield f"{page.MATRIX} is not what `python -m tools.images page` makes: write it again"
 
 
@@ -98,7 +98,9 @@ def _words(target: Target, definition: Definition) -> list[str]:
 
 def _of_arguments(name: str, target: Planned, root: Path) -> Iterator[str]:
     file = target.dockerfile
-    declared = dict(re.findall(r"^ARG (\w+)=?(.*)$", files.read_text(root / file) or "", re.MULTILINE))
+    declared = dict(
+        re.findall(r"^ARG (\w+)=?(.*)$", files.read_text_if_small(root / file) or "", re.MULTILINE)
+    )
     given = set(target.args)
     for unknown in sorted(given - set(declared)):
         yield f"{name}: bake sets ARG {unknown}, but {file} does not declare it"

@@ -136,7 +136,7 @@ class Definition(BaseModel):
 def load(root: Path) -> Definition:
     """The definition of the checkout at `root`. Raises UsageError with all that is wrong in it."""
     file = root / FILE
-    source = files.read_text(file)
+    source = files.read_text_if_small(file)
     if source is None:
         raise UsageError(f"{file}: not there, or too big: name the checkout with --root")
     try:

@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bundle.environment.image import BuildInfo, get_python_version, list_installed_versions
+from bundle.environment.image import BuildInfo, get_python_version, list_distribution_versions
 from bundle.environment.packages import InstalledPackages
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.files import read_bytes
+from bundle.files import read_bytes_if_small
 from tools.images.definition import Definition, Target
 
 # What of these goes into the wheel; and what writes the record.
@@ -27,7 +27,7 @@ def fingerprint(root: Path, definition: Definition, target: Target) -> str:
     digest = hashlib.sha256()
     digest.update(json.dumps(_entry(definition, target), sort_keys=True).encode())
     for file in files(root, target):
-        content = read_bytes(file, LARGEST)
+        content = read_bytes_if_small(file, LARGEST)
         if content is None:
             raise UsageError(f"{file}: not a readable file of at most {LARGEST >> 20} MiB")
         name = file.relative_to(root).as_posix()
@@ -65,7 +65,7 @@ def stamp(
     Raises EnvironmentUnfit when it is not what was defined.
     """
     stack = definition.stack(name)
-    packages = list_installed_versions(installed)
+    packages = list_distribution_versions(installed)
     python = get_python_version()
     wrong = [
         f"{package}: {packages.get(package, 'not installed')}, and the stack says {pin.version}"

@@ -57,7 +57,7 @@ def project(root: Path) -> Project:
     """The project of the checkout at `root`. Raises UsageError when pyproject.toml cannot be understood."""
     file = root / "pyproject.toml"
     try:
-        table = tomllib.loads(files.read_text(file) or "")["project"]
+        table = tomllib.loads(files.read_text_if_small(file) or "")["project"]
         extras = {name: tuple(entries) for name, entries in table["optional-dependencies"].items()}
         for entry in [*table["dependencies"], *(r for entries in extras.values() for r in entries)]:
             Requirement(entry)
@@ -206,7 +206,7 @@ def versions(lock_text: str) -> dict[str, set[str]]:
 
 def read(root: Path, name: str) -> str:
     """The text of a lock, "" where there is none."""
-    return files.read_text(root / DIRECTORY / name) or ""
+    return files.read_text_if_small(root / DIRECTORY / name) or ""
 
 
 def _with_extras(package: str, pin: Pin) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from bundle.errors import LaunchUnavailable, UsageError
+from bundle.errors import TargetUnavailable, UsageError
 from tools.images import agreement, definition, locks
 from tools.images.definition import Definition
 
@@ -41,7 +41,7 @@ def fill(root: Path) -> tuple[list[str], list[str]]:
     for gap in gaps:
         try:
             values[gap.place] = json.dumps(gap.read())
-        except (OSError, subprocess.SubprocessError, LaunchUnavailable, UsageError) as error:
+        except (OSError, subprocess.SubprocessError, TargetUnavailable, UsageError) as error:
             failures.append(f"{gap.place}: {error}")
     # The empty values of a key stand in the file in the order of the definition.
     places = {key: iter([g.place for g in gaps if g.place.endswith(f".{key}")]) for key in
@@ -78,7 +78,7 @@ def _read_base_digest(image: str) -> str:
     command = ["docker", "buildx", "imagetools", "inspect", image, "--format", "{{json .Manifest}}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     if done.returncode:
-        raise LaunchUnavailable(done.stderr.strip()[:300])
+        raise TargetUnavailable(done.stderr.strip()[:300])
     digest = str(json.loads(done.stdout)["digest"])
     if not _DIGEST.fullmatch(digest):
         raise UsageError(f"the registry has no SHA-256 of {image} ({digest[:100]})")
@@ -130,7 +130,7 @@ def _open(url: str) -> HTTPResponse:
         answer: HTTPResponse = urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS)
         return answer
     except URLError as error:
-        raise LaunchUnavailable(f"{url}: {error.reason}") from error
+        raise TargetUnavailable(f"{url}: {error.reason}") from error
 
 
 def _write_hashes(root: Path, images: Definition) -> None:

@@ -124,7 +124,7 @@ def markdown() -> str:
         + ".\n",
         table(
             ("target", "branches"),
-            ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACING_BRANCHES.items()),
+            ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACING_BRANCHES_BY_TARGET.items()),
         ),
         "A job of ours imports MindSpeed where its recipe says so (`backend_options.mindspeed`), at the head"
         " of the branch for its megatron-core. The job leaves most features of MindSpeed off. MindSpeed"
@@ -133,7 +133,7 @@ def markdown() -> str:
             ("branch", "megatron-core", "targets of ours"),
             (
                 (of.branch, of.megatron_range, _code(sorted(of.replaces)))
-                for of in mindspeed.MINDSPEED_BRANCHES
+                for of in mindspeed.SUPPORTED_TRAINING_BRANCHES
             ),
         ),
         "MegatronAdaptor, with which NPUs run 0.18, was not reviewed. If it is installed, every patch for"
@@ -176,7 +176,7 @@ def _section(patch: Patch) -> str:
         ("assumes", patch.assumes),
         ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
         ("upstream", patch.upstream),
-        ("source read", _code(patch.evidence)),
+        ("source read", _code(patch.evidence_targets)),
         ("replaced", "; ".join(map(_replacement, patch.replacements))),
         ("proven by", f"`mcore-bundle patches verify {patch.id}`"),
     ]

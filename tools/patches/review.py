@@ -17,9 +17,15 @@ from bundle.environment.search import find_distributions, read_distribution
 from bundle.errors import UsageError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.definitions import Definitions, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definitions
 from bundle.patches.entry import Patch, Trap
-from bundle.patches.megatron_core import LISTINGS, RELEASES_FILE, Listing, ReviewTable, load_review_table
+from bundle.patches.megatron_core import (
+    REVIEW_TABLE_FIELDS,
+    REVIEW_TABLE_FILE,
+    Listing,
+    ReviewTable,
+    load_review_table,
+)
 from bundle.patches.source import SourceTree
 from tools import command
 
@@ -55,11 +61,11 @@ def read(trees: Mapping[str, Path]) -> ReviewTable:
             if found is not None and target in by_code:
                 targets[target].setdefault(found.fingerprint, []).append(reference)
             if found is not None and target in by_signature:
-                signatures[target].setdefault(found.signature, []).append(reference)
+                signatures[target].setdefault(found.signature_fingerprint, []).append(reference)
         for entry in ENTRIES:
-            verdict = entry.defect(SourceEvidence(definitions, frozenset(entry.evidence)))
+            verdict = entry.defect(DeclaredDefinitions(definitions, frozenset(entry.evidence_targets)))
             defects[entry.id].setdefault(verdict, []).append(reference)
-        asked.update(tree.list_read_modules())
+        asked.update(tree.list_requested_modules())
     for module in sorted(asked):
         for reference in references:
             digest = source.compute_digest(trees[reference], module)
@@ -73,7 +79,7 @@ def declared() -> tuple[set[str], set[str]]:
     replacements = [replacement for patch in PATCHES for replacement in patch.replacements]
     reviewed = [(replacement.target, replacement.by_signature) for replacement in replacements]
     reviewed += [(target, seam.by_signature) for seam in SEAMS for target in seam.targets]
-    evidence = {target for entry in ENTRIES for target in entry.evidence}
+    evidence = {target for entry in ENTRIES for target in entry.evidence_targets}
     by_code = evidence | {target for target, by_signature in reviewed if not by_signature}
     return by_code, {target for target, by_signature in reviewed if by_signature}
 
@@ -96,7 +102,7 @@ def record(table: ReviewTable, path: Path) -> None:
     """Writes the table as releases.json."""
     document = {
         "references": " ".join(table.references),
-        **{listing: getattr(table, listing) for listing in LISTINGS},
+        **{listing: getattr(table, listing) for listing in REVIEW_TABLE_FIELDS},
     }
     path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
@@ -106,7 +112,10 @@ def merged(tables: Iterable[ReviewTable], order: Iterable[str]) -> ReviewTable:
     tables, references = list(tables), tuple(order)
     return ReviewTable(
         references,
-        *(_merged([getattr(table, listing) for table in tables], references) for listing in LISTINGS),
+        *(
+            _merged([getattr(table, listing) for table in tables], references)
+            for listing in REVIEW_TABLE_FIELDS
+        ),
     )
 
 
@@ -168,7 +177,7 @@ def main(
     before, new = load_review_table(), read(trees)
     print("\n".join(changes(before, new)) or "Everything is reviewed.")
     if write:
-        record(combined(before, new), RELEASES_FILE)
+        record(combined(before, new), REVIEW_TABLE_FILE)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,18 @@ from bundle.errors import EnvironmentUnfit
 if TYPE_CHECKING:
     from bundle.backends import Runtime
 
-_MINDSPEED_ADAPTORS = (
+_MINDSPEED_ADAPTOR_MODULES = (
     "mindspeed.megatron_adaptor",
     "megatron_adaptor",
 )  # MindSpeed's, to 0.16, and the newer one
 
 
-def prepare() -> "Runtime":
+def set_up_runtime() -> "Runtime":
     """Return the runtime of NPUs. torch.cuda means NPUs from then on, for the life of this process.
 
     Raises EnvironmentUnfit where torch sees no NPU, or megatron was imported already.
     """
-    load_torch_npu()
+    redirect_cuda_to_npu()
     from bundle.backends.ascend import facade
 
     facade.install()
@@ -30,12 +30,12 @@ def prepare() -> "Runtime":
     return AscendRuntime()
 
 
-def load_torch_npu() -> None:
+def redirect_cuda_to_npu() -> None:
     """Load torch-npu and its transfer_to_npu, by which torch.cuda and NCCL mean NPUs and HCCL.
 
     Raises EnvironmentUnfit.
     """
-    if imported := [name for name in _MINDSPEED_ADAPTORS if name in sys.modules]:
+    if imported := [name for name in _MINDSPEED_ADAPTOR_MODULES if name in sys.modules]:
         raise EnvironmentUnfit(
             f"backend ascend: {imported[0]} was imported in this process. It has replaced functions that our"
             " layers and patches replace, too. Do not import it. Set backend_options.mindspeed instead, which"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.backends import core_attention
-from bundle.backends.ascend.context import build_chunks, gather_chunks
+from bundle.backends.ascend.context import build_chunks, gather_attended_rows
 from bundle.backends.ascend.operators import find_operator
 from bundle.capabilities import AttentionKernel
 from bundle.capabilities.ascend import ASCEND
@@ -27,8 +27,10 @@ DEFAULT_MODE, ALL_MODE, CAUSAL_MODE = 0, 1, 3
 Mode 2 aligns the first query with the first key instead: the same for as many queries as keys.
 """
 NO_BAND = 2**31 - 1  # the default of pre_tockens and next_tockens: no band
-BLIND_ROWS = 2  # inner_precise: rows that see nothing are looked after, at some cost; 0 leaves them undefined
-MASK_SIZE = 2048  # rows and columns of the one mask that stands for every causal mask
+INNER_PRECISE_FULLY_MASKED_ROWS = (
+    2  # inner_precise: rows that see nothing are looked after, at some cost; 0 leaves them undefined
+)
+COMPRESSED_MASK_SIZE = 2048  # rows and columns of the one mask that stands for every causal mask
 MOST_SEQUENCES = ASCEND.find_kernel("flash").most_sequences or 0  # the most in one packed call
 
 
@@ -84,8 +86,8 @@ def build_mask_arguments(
         if mask is None:
             return _build_maskless_inputs(causal, rows.device)
         hidden = mask | _build_future_mask(rows) if causal else mask
-        return KernelMaskArguments(hidden, ALL_MODE, inner_precise=BLIND_ROWS)
-    _refuse([*_find_packed_mask_mistakes(mask), *_find_boundary_mistakes(rows, causal)])
+        return KernelMaskArguments(hidden, ALL_MODE, inner_precise=INNER_PRECISE_FULLY_MASKED_ROWS)
+    _refuse([*_find_forbidden_packed_mask(mask), *_find_boundary_mistakes(rows, causal)])
     return _build_packed_inputs(rows, causal)
 
 
@@ -100,7 +102,7 @@ def _build_packed_inputs(rows: AttentionCallShape, causal: bool) -> KernelMaskAr
 @functools.cache
 def build_causal_mask(device: torch.device) -> Tensor:
     """Return the mask of causal calls of any length: bool [2048, 2048], True above the diagonal."""
-    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
+    return torch.ones(COMPRESSED_MASK_SIZE, COMPRESSED_MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
 def _build_maskless_inputs(causal: bool, device: torch.device) -> KernelMaskArguments:
@@ -137,7 +139,7 @@ def _find_mask_mistakes(mask: Tensor | None, rows: AttentionCallShape) -> list[s
     return []
 
 
-def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
+def _find_forbidden_packed_mask(mask: Tensor | None) -> list[str]:
     if mask is None:
         return []
     return [
@@ -242,7 +244,7 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
         else:
             boundaries = _read_boundaries(packed, causal=causal)[1]
         chunks = build_chunks(boundaries, group.size(), group.rank(), causal=causal, device=query.device)
-        key, value = (gather_chunks(x, chunks, group) for x in (key, value))
+        key, value = (gather_attended_rows(x, chunks, group) for x in (key, value))
         rows = AttentionCallShape(
             query.shape[0], key.shape[0], query.device, boundaries=(chunks.queries, chunks.keys)
         )

@@ -55,13 +55,13 @@ def build_chunks(
         concatenate_ranges(sequence_starts[rank_runs.sequence], visible_keys)
     ]
     return SequenceChunks(
-        _compute_boundaries(rank_runs.rows),
-        _compute_boundaries(visible_keys),
+        _accumulate_lengths(rank_runs.rows),
+        _accumulate_lengths(visible_keys),
         torch.from_numpy(row_indices).to(device),
     )
 
 
-def gather_chunks(shard: Tensor, chunks: SequenceChunks, group: dist.ProcessGroup) -> Tensor:
+def gather_attended_rows(shard: Tensor, chunks: SequenceChunks, group: dist.ProcessGroup) -> Tensor:
     """Return the key rows [key rows, ...] of every chunk, from the rows [rows, ...] of every rank.
 
     Gradients go back to the ranks of the rows.
@@ -70,5 +70,5 @@ def gather_chunks(shard: Tensor, chunks: SequenceChunks, group: dist.ProcessGrou
     return all_rows.index_select(0, chunks.row_indices)
 
 
-def _compute_boundaries(rows: Ints) -> tuple[int, ...]:
+def _accumulate_lengths(rows: Ints) -> tuple[int, ...]:
     return (0, *np.cumsum(rows).tolist())

@@ -14,7 +14,7 @@ from bundle.backends.ascend.operators import find_operator
 MOST_MATRICES = 128  # in one call; one tensor of matrices may hold 1,024
 # group_type: experts have rows of the left factor each, or parts of the dimension that is summed over.
 BY_ROWS, BY_SUMMED = 0, 2
-ONE_RESULT = 3  # split_item
+SINGLE_TENSOR_SPLIT_ITEM = 3  # split_item
 
 
 class GroupedExperts(SequentialMLP):
@@ -37,7 +37,7 @@ class GroupedExperts(SequentialMLP):
             return result
         ends = tokens_per_expert.to(rows.device, torch.int64, non_blocking=True).cumsum(0)
         first, second = (
-            [getattr(expert, name).weight for expert in self.local_experts] for name in _EXPERT_LAYERS
+            [getattr(expert, name).weight for expert in self.local_experts] for name in _EXPERT_LINEAR_NAMES
         )
         gated = self._gate(multiply_by_experts(rows, first, ends), permuted_probs.unsqueeze(-1))
         return multiply_by_experts(gated, second, ends), None
@@ -51,7 +51,7 @@ class GroupedExperts(SequentialMLP):
         return (F.silu(first) * second * weights).to(rows.dtype)
 
 
-_EXPERT_LAYERS = ("linear_fc1", "linear_fc2")
+_EXPERT_LINEAR_NAMES = ("linear_fc1", "linear_fc2")
 
 
 def multiply_by_experts(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if not any(ctx.needs_input_grad[2:]):
             return by_rows, None, *(None for _ in weights)
         (by_weights,) = find_operator("npu_grouped_matmul")(
-            [gradient.t()], [rows], group_list=ends, split_item=ONE_RESULT, group_type=BY_SUMMED
+            [gradient.t()], [rows], group_list=ends, split_item=SINGLE_TENSOR_SPLIT_ITEM, group_type=BY_SUMMED
         )
         return by_rows, None, *by_weights.unbind()
 
@@ -91,7 +91,7 @@ def _multiply_grouped(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) ->
     if rows.dtype == torch.float32 or len(matrices) > MOST_MATRICES:
         matrices = [torch.stack(list(matrices))]
     (result,) = find_operator("npu_grouped_matmul")(
-        [rows], list(matrices), group_list=ends, split_item=ONE_RESULT, group_type=BY_ROWS
+        [rows], list(matrices), group_list=ends, split_item=SINGLE_TENSOR_SPLIT_ITEM, group_type=BY_ROWS
     )
     output: Tensor = result
     return output

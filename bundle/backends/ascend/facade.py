@@ -1,6 +1,6 @@
 """What is replaced beside what torch-npu's transfer_to_npu replaces: in torch first, then in megatron.
 
-For the life of the process, as that is; `capabilities.ascend.FACADE` says what, and why.
+For the life of the process, as that is. `capabilities.ascend.REPLACEMENT_REASONS_BY_TARGET` has the reasons.
 """
 
 import functools
@@ -13,8 +13,8 @@ import torch
 
 from bundle.backends.ascend import permutation
 from bundle.backends.ascend.operators import find_operator
-from bundle.backends.compiling import skip_megatron_compile
-from bundle.capabilities.ascend import FACADE
+from bundle.backends.compiling import wrap_torch_compile
+from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
 
 _COMPUTE_CAPABILITY = (8, 0)  # the least that bf16 is asked for
 _installed: list[str] = []
@@ -27,7 +27,7 @@ def set_rotary_operator_enabled(is_enabled: bool) -> None:
     _is_rotary_enabled = is_enabled
 
 
-def install(targets: Collection[str] = tuple(FACADE)) -> None:
+def install(targets: Collection[str] = tuple(REPLACEMENT_REASONS_BY_TARGET)) -> None:
     """Replace `targets`, attributes that FACADE names; do nothing if some are replaced already.
 
     Megatron is imported after torch's attributes are replaced, since it binds some of them.
@@ -48,7 +48,7 @@ def _replace(targets: Iterable[str]) -> None:
         *path, name = attribute.split(".")
         owner = functools.reduce(getattr, path, sys.modules[module])
         # Without Transformer Engine 0.12 has not even the names of its functions.
-        setattr(owner, name, _REPLACEMENTS[target](getattr(owner, name, None)))
+        setattr(owner, name, _REPLACEMENT_BUILDERS[target](getattr(owner, name, None)))
         _installed.append(target)
 
 
@@ -99,7 +99,7 @@ def _replace_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = parameters.bind(*args, **kwargs).arguments
         t, freqs = arguments["t"], arguments["freqs"]
         width = freqs.shape[-1]
-        if not _is_rotary_enabled or t.dim() != 4 or not t.numel() or width > _WIDEST_HEAD:
+        if not _is_rotary_enabled or t.dim() != 4 or not t.numel() or width > _ROTARY_MAX_HEAD_DIM:
             return original(*args, **kwargs)
         rotated_part, rest = t[..., :width], t[..., width:]
         # Channels of latent attention come in pairs; 0.19 has another name for that.
@@ -134,19 +134,19 @@ def _replace_with(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda original: function
 
 
-_WIDEST_HEAD = 895
+_ROTARY_MAX_HEAD_DIM = 895
 _SWIGLU_MODULE = "megatron.core.fusions.fused_bias_swiglu"
 _ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
-_PERMUTATION = (
+_PERMUTATION_REPLACEMENTS = (
     permutation.fused_permute,
     permutation.fused_permute_with_probs,
     permutation.fused_unpermute,
     permutation.fused_sort_chunks_by_index,
     permutation.fused_sort_chunks_by_index_with_probs,
 )
-_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
-    "torch:compile": lambda original: skip_megatron_compile(original, lambda: True),
+_REPLACEMENT_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "torch:compile": lambda original: wrap_torch_compile(original, lambda: True),
     "torch:Tensor.type": _replace_type,
     "torch:cuda.get_device_capability": _replace_capability,
     f"{_SWIGLU_MODULE}:swiglu": _replace_swiglu,
@@ -155,6 +155,6 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     f"{_MOE_UTILS_MODULE}:HAVE_TE": lambda original: True,
     **{
         f"{_MOE_UTILS_MODULE}:{permute_function.__name__}": _replace_with(permute_function)
-        for permute_function in _PERMUTATION
+        for permute_function in _PERMUTATION_REPLACEMENTS
     },
 }

@@ -25,7 +25,7 @@ class AscendRuntime:
 
     collectives = ASCEND.collectives
     capabilities = ASCEND
-    packed_attention = staticmethod(vision.attend_packed)
+    noncausal_packed_attention = staticmethod(vision.attend_packed)
 
     def select_device(self, local_rank: int) -> torch.device:
         """Return the NPU of this rank, after making it the current one."""
@@ -50,7 +50,7 @@ class AscendRuntime:
         """Raise UsageError for attention, operators and FP8 that an NPU of this generation lacks."""
         wrong = [
             f"model.attention: {reason}"
-            for reason in self.capabilities.list_attention_refusals(recipe, generation)
+            for reason in self.capabilities.list_requested_kernel_refusals(recipe, generation)
         ]
         wrong += [f"model.operators: {reason}" for reason in self.capabilities.list_operator_refusals(recipe)]
         fp8 = recipe.model.fp8
@@ -61,7 +61,7 @@ class AscendRuntime:
         if wrong:
             raise UsageError("backend ascend cannot train this job", wrong)
 
-    def fuses_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
         """Return whether torch's Adam updates by its fused kernel."""
         return ASCEND.uses_operator(recipe, "adamw")
 
@@ -75,6 +75,6 @@ class AscendRuntime:
         norm = AscendNorm if ASCEND.uses_operator(recipe, "rms_norm") else local.LocalNorm
         experts = GroupedExperts if ASCEND.uses_operator(recipe, "grouped_experts") else SequentialMLP
         facade.set_rotary_operator_enabled(ASCEND.uses_operator(recipe, "rotary"))
-        layer_specs = gpt.build_specs(config, chunk, transformer_engine=False)
+        layer_specs = gpt.build_attention_only_specs(config, chunk, transformer_engine=False)
         both, classes = (layer_specs.decoder, layer_specs.mtp), {SequentialMLP: experts}
         return gpt.Specs(*(local.adapt_spec(spec, classes, attention=attention, norm=norm) for spec in both))

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from bundle.backends import Runtime
 
 
-def prepare() -> "Runtime":
+def set_up_runtime() -> "Runtime":
     """Return the cpu's runtime; install the facade and hide libraries for GPUs for the life of this process.
 
     Raises EnvironmentUnfit where a GPU is visible, or megatron or such a library was imported already.

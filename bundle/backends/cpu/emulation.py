@@ -151,7 +151,7 @@ def _convert_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor
     return tensor.to(*(CPU if _is_cuda_device(a) else a for a in args), **kwargs)
 
 
-def _convert_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+def _emulate_cuda_tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     # The optimizers compare type() with "torch.cuda.FloatTensor" and refuse any other name.
     if dtype is None:
         return tensor.type().replace("torch.", "torch.cuda.", 1)
@@ -168,7 +168,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.pin_memory: _return_tensor,
     torch.Tensor.record_stream: _do_nothing,
     torch.Tensor.to: _convert_to,
-    torch.Tensor.type: _convert_type,
+    torch.Tensor.type: _emulate_cuda_tensor_type,
     torch.device: _make_device,
 }
 _MODE = _CudaMeansCpu()
@@ -179,7 +179,7 @@ def _is_mode_on() -> bool:
     return _MODE in _get_current_function_mode_stack()
 
 
-def is_active() -> bool:
+def has_entered_megatron_calls() -> bool:
     """True inside `megatron_calls` (in this thread)."""
     return getattr(_thread, "inside", False)
 
@@ -194,7 +194,7 @@ def megatron_calls() -> Iterator[None]:
     has an effect. A torch call inside costs about two microseconds more. The context belongs to the thread: a
     new thread that calls megatron must enter it too; autograd's threads inherit it.
     """
-    if is_active():
+    if has_entered_megatron_calls():
         yield
         return
     _thread.inside = True
@@ -205,7 +205,7 @@ def megatron_calls() -> Iterator[None]:
         _thread.inside = False
 
 
-def keep_mode_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_autograd_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return autograd's entry into its engine, with the mode on if this is a call of megatron.
 
     A mode is off inside its own handler, and `backward` arrives here through the handler. Gradient hooks,
@@ -214,7 +214,7 @@ def keep_mode_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _MODE if is_active() and not _is_mode_on() else nullcontext():
+        with _MODE if has_entered_megatron_calls() and not _is_mode_on() else nullcontext():
             return original(*args, **kwargs)
 
     return run

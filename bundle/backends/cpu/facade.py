@@ -4,8 +4,8 @@
     with megatron_calls(): ...    # around whatever executes megatron's code
     facade.uninstall()
 
-`torch.cuda.is_available()` stays False and nothing but what `capabilities.cpu.FACADE` lists is touched, so
-that other libraries of the process (transformers, an evaluation) go on choosing the cpu by themselves.
+`torch.cuda.is_available()` stays False. Only the targets of `capabilities.cpu.REPLACEMENT_REASONS_BY_TARGET`
+are replaced. Other libraries of the process (transformers, an evaluation) still choose the cpu by themselves.
 What megatron bound by value at import keeps our objects after `uninstall`; they are stateless.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.backends.compiling import skip_megatron_compile
+from bundle.backends.compiling import wrap_torch_compile
 from bundle.backends.cpu import collectives, emulation
-from bundle.backends.cpu.emulation import is_active, keep_mode_in_backward, megatron_calls
-from bundle.capabilities.cpu import FACADE
+from bundle.backends.cpu.emulation import has_entered_megatron_calls, megatron_calls, wrap_autograd_engine
+from bundle.capabilities.cpu import REPLACEMENT_REASONS_BY_TARGET
 from bundle.errors import EnvironmentUnfit
 
 __all__ = ["hide_gpu_libraries", "install", "is_installed", "megatron_calls", "uninstall"]
@@ -30,7 +30,7 @@ __all__ = ["hide_gpu_libraries", "install", "is_installed", "megatron_calls", "u
 _GPU_LIBRARIES = ("transformer_engine", "apex")
 _originals: dict[str, Any] = {}
 # Every fork of a random state warns that the cpu's state changed with the device's: here they are one.
-_LOG = logging.getLogger("megatron.core.tensor_parallel.random")
+_MEGATRON_RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 
 
 def _is_not_rng_warning(record: logging.LogRecord) -> bool:
@@ -52,7 +52,7 @@ def _dispatch_megatron_calls(
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (stand_in if is_active() else original)(*args, **kwargs)
+        return (stand_in if has_entered_megatron_calls() else original)(*args, **kwargs)
 
     return call
 
@@ -78,12 +78,12 @@ def _build_replacements() -> dict[str, Any]:
         "torch.cuda.random:get_rng_state": emulation.get_rng_state,
         "torch.cuda:_lazy_call": _dispatch_megatron_calls(emulation.lazy_call, torch.cuda._lazy_call),
         "torch.cuda:_lazy_init": _dispatch_megatron_calls(emulation.lazy_init, torch.cuda._lazy_init),
-        "torch.autograd:_engine_run_backward": keep_mode_in_backward(torch.autograd._engine_run_backward),
+        "torch.autograd:_engine_run_backward": wrap_autograd_engine(torch.autograd._engine_run_backward),
         "torch.distributed:all_gather": _dispatch_megatron_calls(collectives.all_gather, dist.all_gather),
         "torch.distributed:reduce_scatter": _dispatch_megatron_calls(
             collectives.reduce_scatter, dist.reduce_scatter
         ),
-        "torch:compile": skip_megatron_compile(torch.compile, is_installed),
+        "torch:compile": wrap_torch_compile(torch.compile, is_installed),
     }
 
 
@@ -93,7 +93,7 @@ def _find_owner(target: str) -> tuple[Any, str]:
 
 
 def install() -> None:
-    """Replace the attributes of `capabilities.cpu.FACADE`; do nothing if they are replaced already.
+    """Replace the targets of `capabilities.cpu.REPLACEMENT_REASONS_BY_TARGET`, unless they are replaced.
 
     Raises EnvironmentUnfit where a GPU is visible, or where megatron was imported before.
     """
@@ -113,10 +113,10 @@ def install() -> None:
     # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
     from torch import _dynamo  # noqa: F401
 
-    _originals.update((target, getattr(*_find_owner(target))) for target in FACADE)
+    _originals.update((target, getattr(*_find_owner(target))) for target in REPLACEMENT_REASONS_BY_TARGET)
     for target, replacement in _build_replacements().items():
         setattr(*_find_owner(target), replacement)
-    _LOG.addFilter(_is_not_rng_warning)
+    _MEGATRON_RNG_LOGGER.addFilter(_is_not_rng_warning)
 
 
 def uninstall() -> None:
@@ -135,7 +135,7 @@ def uninstall() -> None:
         )
     for target, original in _originals.items():
         setattr(*_find_owner(target), original)
-    _LOG.removeFilter(_is_not_rng_warning)
+    _MEGATRON_RNG_LOGGER.removeFilter(_is_not_rng_warning)
     _originals.clear()
 
 

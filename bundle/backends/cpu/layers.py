@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from bundle.backends.cpu.scaling import LayerQuantisers, Phase, build_quantisers, find_phase
+from bundle.backends.cpu.scaling import ForwardPurpose, LayerQuantisers, build_quantisers, find_phase
 from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS
 from bundle.mcore import filter_keywords
@@ -116,7 +116,7 @@ class _Fp8Linear:
 
 
 def multiply_in_fp8(
-    x: Tensor, weight: Tensor, bias: Tensor | None, quantisers: LayerQuantisers, phase: Phase
+    x: Tensor, weight: Tensor, bias: Tensor | None, quantisers: LayerQuantisers, phase: ForwardPurpose
 ) -> Tensor:
     """Return [..., out]: `x` [..., in] times `weight` [out, in] transposed, plus `bias` [out].
 
@@ -132,7 +132,12 @@ class _Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantisers: LayerQuantisers, phase: Phase
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantisers: LayerQuantisers,
+        phase: ForwardPurpose,
     ) -> Tensor:
         round_x, round_weight = quantisers.input(x.float(), phase), quantisers.weight(weight.float(), phase)
         ctx.save_for_backward(x, weight)
@@ -149,7 +154,7 @@ class _Fp8Matmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         round_x, round_weight = ctx.roundings
         g = gradient.float()
-        round_gradient = ctx.gradient(g, Phase.TRAINED)
+        round_gradient = ctx.gradient(g, ForwardPurpose.TRAINED)
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             d_x = (round_gradient(g, 1) @ round_weight(weight.float(), 0)).to(x.dtype)

@@ -25,7 +25,7 @@ __all__ = ["megatron_calls", "start"]
 
 _COMPUTE_CAPABILITY = (8, 0)  # the least that bf16 is asked for
 # Kernels that are compiled with nvcc at the start (to 0.16), although nothing is left that calls them.
-_KERNEL_MODULE = "megatron.legacy.fused_kernels"
+_LEGACY_FUSED_KERNELS = "megatron.legacy.fused_kernels"
 
 
 def start() -> None:
@@ -39,8 +39,8 @@ def start() -> None:
         setattr(torch.cuda, name, stand_in)
     for name in ("init_process_group", "new_group"):
         setattr(dist, name, _use_gloo(getattr(dist, name)))
-    sys.modules.setdefault(_KERNEL_MODULE, _build_kernel_stub())
-    _replace_layers()
+    sys.modules.setdefault(_LEGACY_FUSED_KERNELS, _build_kernel_compiler_stub())
+    _replace_megatron_layers()
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -79,14 +79,14 @@ def _use_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _build_kernel_stub() -> ModuleType:
+def _build_kernel_compiler_stub() -> ModuleType:
     """Return a module that stands in for the one that compiles kernels."""
-    module = ModuleType(_KERNEL_MODULE)
+    module = ModuleType(_LEGACY_FUSED_KERNELS)
     module.load = _do_nothing  # type: ignore[attr-defined]
     return module
 
 
-def _replace_layers() -> None:
+def _replace_megatron_layers() -> None:
     """Put the cpu's layers under megatron's names: attention over ranks and packs, split norms.
 
     They import megatron, which must meet the facade.

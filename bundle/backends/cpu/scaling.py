@@ -78,7 +78,7 @@ def round_blocks_to_fp8(x: Tensor, block: tuple[int, int], scale: Scale, dtype: 
     return round_to_fp8(tiles, scales, dtype).reshape(padded.shape)[:rows, :columns]
 
 
-class Phase(Enum):
+class ForwardPurpose(Enum):
     """What a forward pass through a layer is for."""
 
     TRAINED = auto()
@@ -87,16 +87,16 @@ class Phase(Enum):
     EVALUATED = auto()
 
 
-def find_phase(*, training: bool) -> Phase:
+def find_phase(*, training: bool) -> ForwardPurpose:
     """Return the phase of the forward pass that is running; `training` is the module's.
 
     Megatron's checkpoints run the first pass without gradients, and the second one inside the backward pass.
     """
     if context.is_in_backward():
-        return Phase.RECOMPUTED
+        return ForwardPurpose.RECOMPUTED
     if not training:
-        return Phase.EVALUATED
-    return Phase.TRAINED if torch.is_grad_enabled() else Phase.CHECKPOINTED
+        return ForwardPurpose.EVALUATED
+    return ForwardPurpose.TRAINED if torch.is_grad_enabled() else ForwardPurpose.CHECKPOINTED
 
 
 class DelayedQuantiser:
@@ -113,17 +113,17 @@ class DelayedQuantiser:
         self.history: deque[float] = deque(maxlen=AMAX_HISTORY_LENGTH)
         self._pending_scales: deque[Tensor] = deque()
 
-    def __call__(self, x: Tensor, phase: Phase) -> Callable[[Tensor, int], Tensor]:
+    def __call__(self, x: Tensor, phase: ForwardPurpose) -> Callable[[Tensor, int], Tensor]:
         """Return a function that rounds `x` by this call's scale in both products, even after later calls."""
-        scale = self._take_scale(x, phase)
+        scale = self._advance_or_replay_scale(x, phase)
         return lambda x, summed_dim: round_to_fp8(x, scale, self.dtype)
 
-    def _take_scale(self, x: Tensor, phase: Phase) -> Tensor:
-        scale = self._pending_scales.popleft() if phase is Phase.RECOMPUTED else self.scale
-        if phase is Phase.CHECKPOINTED:
+    def _advance_or_replay_scale(self, x: Tensor, phase: ForwardPurpose) -> Tensor:
+        scale = self._pending_scales.popleft() if phase is ForwardPurpose.RECOMPUTED else self.scale
+        if phase is ForwardPurpose.CHECKPOINTED:
             self._pending_scales.append(scale)
-        if phase in (Phase.CHECKPOINTED, Phase.TRAINED):
-            self._record_amax(self._find_group_amax(x))
+        if phase in (ForwardPurpose.CHECKPOINTED, ForwardPurpose.TRAINED):
+            self._update_history_and_scale(self._find_group_amax(x))
         return scale
 
     def _find_group_amax(self, x: Tensor) -> float:
@@ -132,14 +132,14 @@ class DelayedQuantiser:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return float(amax)
 
-    def _record_amax(self, amax: float) -> None:
+    def _update_history_and_scale(self, amax: float) -> None:
         self.history.append(amax)
         latest = torch.tensor(max(self.history))
         if 0 < latest < torch.inf:
             self.scale = compute_exact_scale(latest, self.dtype)
 
 
-class DelayedWeightQuantiser(DelayedQuantiser):
+class FirstMicroBatchWeightQuantiser(DelayedQuantiser):
     """The quantiser of a weight: cast by the first micro-batch of a schedule's run, for all of that run.
 
     As Transformer Engine's `is_first_microbatch`, which megatron's schedules set: later micro-batches, and
@@ -152,22 +152,22 @@ class DelayedWeightQuantiser(DelayedQuantiser):
         self._run: object | None = None
         self._run_scale = self.scale
 
-    def _take_scale(self, x: Tensor, phase: Phase) -> Tensor:
+    def _advance_or_replay_scale(self, x: Tensor, phase: ForwardPurpose) -> Tensor:
         run = context.schedule_run.get()
-        if run is None or phase is Phase.EVALUATED:
-            return super()._take_scale(x, phase)
+        if run is None or phase is ForwardPurpose.EVALUATED:
+            return super()._advance_or_replay_scale(x, phase)
         if run is not self._run:
             self._run, self._run_scale = run, self.scale
-            self._record_amax(self._find_group_amax(x))
-        elif phase is not Phase.RECOMPUTED:
-            self._record_amax(0.0)
+            self._update_history_and_scale(self._find_group_amax(x))
+        elif phase is not ForwardPurpose.RECOMPUTED:
+            self._update_history_and_scale(0.0)
         return self._run_scale
 
 
 # (matrix, the dimension that the product sums over) -> the matrix as FP8 holds it, float32
 Rounding = Callable[[Tensor, int], Tensor]
 # What rounds one matrix in all products that it takes part in: forward, and backward later.
-Quantiser = Callable[[Tensor, Phase], Rounding]
+Quantiser = Callable[[Tensor, ForwardPurpose], Rounding]
 
 
 @dataclass(frozen=True)
@@ -204,29 +204,29 @@ def build_quantisers(fp8: FP8, amax_group: dist.ProcessGroup | None) -> LayerQua
     backward = E5M2 if fp8.format == "hybrid" else E4M3
     dtypes = (E4M3, E4M3, backward)
     if fp8.scaling == "delayed":
-        kinds = (DelayedQuantiser, DelayedWeightQuantiser, DelayedQuantiser)
+        kinds = (DelayedQuantiser, FirstMicroBatchWeightQuantiser, DelayedQuantiser)
         return LayerQuantisers(*(kind(dtype, amax_group) for kind, dtype in zip(kinds, dtypes, strict=True)))
     if fp8.scaling == "tensorwise":
-        return LayerQuantisers(*(partial(_round_by_current_scale, dtype) for dtype in dtypes))
+        return LayerQuantisers(*(partial(_build_tensorwise_rounding, dtype) for dtype in dtypes))
     if fp8.scaling == "blockwise":
         scale, along, across = compute_power_of_two_scale, 128, (1, 128, 1)
     else:
         scale, along, across = compute_e8m0_scale, 32, (1, 1, 1)
     return LayerQuantisers(
         *(
-            partial(_round_by_blocks, dtype, scale, along, wide)
+            partial(_build_block_rounding, dtype, scale, along, wide)
             for dtype, wide in zip(dtypes, across, strict=True)
         )
     )
 
 
-def _round_by_current_scale(dtype: torch.dtype, x: Tensor, phase: Phase) -> Rounding:
+def _build_tensorwise_rounding(dtype: torch.dtype, x: Tensor, phase: ForwardPurpose) -> Rounding:
     scale = compute_exact_scale(find_amax(x), dtype)
     return lambda x, summed_dim: round_to_fp8(x, scale, dtype)
 
 
-def _round_by_blocks(
-    dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: Phase
+def _build_block_rounding(
+    dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: ForwardPurpose
 ) -> Rounding:
     """Return the rounding of a matrix, done anew on `x` itself for each dimension that is summed over."""
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from bundle.backends import Runtime
 
 
-def prepare() -> "Runtime":
+def set_up_runtime() -> "Runtime":
     """Return the runtime of NVIDIA GPUs, after loading the libraries that megatron looks for at import.
 
     Raises EnvironmentUnfit where torch sees no GPU or Transformer Engine cannot be loaded.
     """
-    load_libraries()
+    load_cudnn_and_transformer_engine()
     provide_extension()
     # It imports megatron, which takes what it finds loaded.
     from bundle.backends.cuda.runtime import CudaRuntime
@@ -28,7 +28,7 @@ def prepare() -> "Runtime":
     return CudaRuntime()
 
 
-def load_libraries() -> None:
+def load_cudnn_and_transformer_engine() -> None:
     """Load cuDNN and Transformer Engine, in the order in which they work together.
 
     Without Transformer Engine megatron-core imports without a word and fails in the first layer: so it is
@@ -39,7 +39,7 @@ def load_libraries() -> None:
             f"backend cuda: torch {torch.__version__} (built for CUDA {torch.version.cuda}) sees no GPU."
             " Run `mcore-bundle doctor` for the cause, or set `backend: cpu`"
         )
-    for library in find_cudnn_libraries(_find_search_path("nvidia")):
+    for library in find_packaged_cudnn_libraries(_find_search_path("nvidia")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     try:
         import transformer_engine.pytorch  # noqa: F401
@@ -52,7 +52,7 @@ def load_libraries() -> None:
         ) from error
 
 
-def find_cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
+def find_packaged_cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
     """Return the cuDNN libraries of torch's own package below `search_path`; [] if torch uses the system's.
 
     Transformer Engine prefers a cuDNN of the system to the one that torch has loaded. Its parts load one

@@ -24,7 +24,7 @@ class CudaRuntime:
     """Everything that megatron needs to know of an NVIDIA GPU."""
 
     collectives = CUDA.collectives
-    packed_attention = staticmethod(vision.attend_packed)
+    noncausal_packed_attention = staticmethod(vision.attend_packed)
 
     def select_device(self, local_rank: int) -> torch.device:
         """Return the GPU of this rank, after making it the current one."""
@@ -39,13 +39,13 @@ class CudaRuntime:
         major, minor = torch.cuda.get_device_capability()
         return build_config_options(recipe, generation=f"{major}.{minor}")
 
-    def fuses_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
         """Return False: megatron takes Transformer Engine's FusedAdam, and not torch's."""
         return False
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Return Transformer Engine's specs of model chunk `chunk` (None without interleaving)."""
-        return gpt.build_specs(config, chunk, transformer_engine=True)
+        return gpt.build_attention_only_specs(config, chunk, transformer_engine=True)
 
 
 def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _select_attention_backend(recipe: Recipe, generation: str) -> AttnBackend:
     the next. What is refused here would end in "No dot product attention backend is available" at the first
     layer.
     """
-    if refusals := CUDA.list_attention_refusals(recipe, generation):
+    if refusals := CUDA.list_requested_kernel_refusals(recipe, generation):
         raise UsageError("model.attention: no kernel supports this job", refusals)
     name = CUDA.choose_attention(recipe, generation).value
     flash = (

@@ -12,10 +12,10 @@ from bundle.cli.launch.submission import (
     Detach,
     NodeRank,
     Rendezvous,
-    decide_job_with_paths,
+    decide_job_with_local_paths,
     follow_submitted_job,
-    warn_hidden_inputs,
     warn_short_grace,
+    warn_unmounted_inputs,
 )
 from bundle.cli.request import JobRequest, Machines
 from bundle.targets import docker as engine
@@ -36,22 +36,22 @@ def docker(
     detach: Detach = False,
 ) -> None:
     """Run a job in a container of this machine; shows what it writes and ends as it does."""
-    job = decide_job_with_paths(
+    job = decide_job_with_local_paths(
         recipe,
         request,
         machines,
-        container_image.read_record(),
+        container_image.read_record_file(),
         checks_paths=not dry_run,
         in_image=True,
     )
     docker_options = replace(
         docker_options,
         image=container_image.choose_name(job),
-        user=docker_options.user or engine.choose_user(job.directory),
+        user=docker_options.user or engine.choose_current_user_or_owner(job.directory),
         groups=docker_options.groups or (engine.find_npu_unix_groups() if job.backend == "ascend" else ()),
     )
     warn_short_grace(job, docker_options.grace_seconds)
-    warn_hidden_inputs(
+    warn_unmounted_inputs(
         job, engine.list_mounts(job, docker_options, Path.cwd()), Path.cwd(), "set --mount {0}:{0}"
     )
     if dry_run:

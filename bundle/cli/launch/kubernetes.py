@@ -14,13 +14,13 @@ from bundle.cli.launch.submission import (
     decide_job,
     follow_submitted_job,
     warn_absent_inputs,
-    warn_hidden_inputs,
     warn_short_grace,
     warn_unknown_steps,
+    warn_unmounted_inputs,
 )
 from bundle.cli.request import JobRequest, Machines
 from bundle.errors import UsageError
-from bundle.planning.inputs import find_absent_inputs
+from bundle.planning.inputs import find_input_problems_except_packages
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
 from bundle.targets.kubernetes import jobs, pod
@@ -43,10 +43,12 @@ def kubernetes(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the objects.")] = False,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`, or make them."""
-    missing_image = "" if container_image.image else objects.explain_missing_extra(kubernetes_options.form)
+    missing_image = (
+        "" if container_image.image else objects.describe_extra_missing_from_images(kubernetes_options.form)
+    )
     if missing_image:
         raise UsageError(missing_image)
-    image_record = container_image.read_record()
+    image_record = container_image.read_record_file()
     job = decide_job(request.load_recipe(recipe), request, machines, image_record)
     if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
         _log.warning(
@@ -61,8 +63,8 @@ def kubernetes(
     warn_unknown_steps(job, recipe)
     warn_short_grace(job, kubernetes_options.grace_seconds)
     mount_advice = "set --mount CLAIM:{}, with a claim that holds it"
-    warn_absent_inputs(find_absent_inputs(job.recipe))
-    warn_hidden_inputs(job, pod.list_mounts(kubernetes_options), Path(images.HOME), mount_advice)
+    warn_absent_inputs(find_input_problems_except_packages(job.recipe))
+    warn_unmounted_inputs(job, pod.list_claim_mounts(kubernetes_options), Path(images.HOME), mount_advice)
     if apply and not dry_run:
         follow_submitted_job(f"kubernetes:{jobs.submit(job, kubernetes_options)}", detach=detach)
     else:

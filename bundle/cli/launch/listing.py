@@ -9,8 +9,8 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.launch.submission import TARGETS
-from bundle.errors import LaunchUnavailable
+from bundle.cli.launch.submission import TARGETS_WITH_JOB_ID_PATTERNS
+from bundle.errors import TargetUnavailable
 from bundle.targets.states import ListedJob, TargetNotConfigured
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def list_(
 ) -> None:
     """List your jobs on every target that this machine can reach, with state and run directory."""
     with ThreadPoolExecutor() as executor:  # a cluster that is away takes a minute
-        answers = list(executor.map(_query_target, TARGETS))
+        answers = list(executor.map(_query_target, TARGETS_WITH_JOB_ID_PATTERNS))
     unreachable = {answer.target: answer.reason for answer in answers if answer.reason}
     for target, reason in unreachable.items():
         _log.warning("%s: its jobs are not listed: %s", target, reason)
@@ -60,10 +60,10 @@ def list_(
 
 
 def _query_target(name: str) -> _Answer:
-    target, _ = TARGETS[name]
+    target, _ = TARGETS_WITH_JOB_ID_PATTERNS[name]
     try:
         return _Answer(name, list(target.list_jobs()))
     except TargetNotConfigured:
         return _Answer(name, None)
-    except LaunchUnavailable as error:
+    except TargetUnavailable as error:
         return _Answer(name, None, str(error))

@@ -11,10 +11,10 @@ from bundle.cli.launch.submission import (
     Detach,
     NodeRank,
     Rendezvous,
-    decide_job_with_paths,
+    decide_job_with_local_paths,
     follow_submitted_job,
 )
-from bundle.cli.request import LOCAL, JobRequest, Machines
+from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines
 from bundle.targets import local as machine
 
 
@@ -30,7 +30,9 @@ def local(
     detach: Detach = False,
 ) -> None:
     """Run a job here, where it goes on without this command; shows what it writes and ends as it does."""
-    job = decide_job_with_paths(recipe, request, machines, LOCAL, checks_paths=not machines.hardware)
+    job = decide_job_with_local_paths(
+        recipe, request, machines, CURRENT_ENVIRONMENT_RECORD, checks_paths=not machines.hardware
+    )
     local_options = replace(local_options, mcore=request.mcore)
     if dry_run:
         print(machine.render_dry_run(job, local_options, rendezvous), end="")

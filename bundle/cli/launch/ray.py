@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli import ignore_lost_output, options
+from bundle.cli import ignore_stdout_write_errors, options
 from bundle.cli.launch.submission import (
     Detach,
-    decide_job_with_paths,
+    decide_job_with_local_paths,
     follow_submitted_job,
     warn_unknown_steps,
 )
-from bundle.cli.request import LOCAL, JobRequest, Machines
+from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines
 from bundle.environment import image
 from bundle.errors import UsageError
 from bundle.launch import job as job_file
@@ -51,11 +51,11 @@ def ray(
         raise UsageError("--start: needs --job FILE, and no --address")
     if job is None:
         image_record = image.read_record(record) if record else None
-        planned_job = decide_job_with_paths(
+        planned_job = decide_job_with_local_paths(
             recipe,
             request,
             machines,
-            image_record or LOCAL,
+            image_record or CURRENT_ENVIRONMENT_RECORD,
             checks_paths=not dry_run,
             in_image=image_record is not None,
         )
@@ -68,7 +68,7 @@ def ray(
             return
         job = cluster.write_job_file(planned_job)
     loaded_job = job_file.load(job)
-    ignore_lost_output()  # the run directory has all results
+    ignore_stdout_write_errors()  # the run directory has all results
     job_path = job.absolute()
 
     def drive() -> int:

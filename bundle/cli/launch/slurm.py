@@ -8,11 +8,11 @@ import typer
 from bundle.cli import options
 from bundle.cli.launch.submission import (
     Detach,
-    decide_job_with_paths,
+    decide_job_with_local_paths,
     follow_submitted_job,
-    read_optional_record,
-    warn_hidden_inputs,
+    read_image_contents_or_none,
     warn_unknown_steps,
+    warn_unmounted_inputs,
 )
 from bundle.cli.request import JobRequest, Machines
 from bundle.targets import slurm as scheduler
@@ -31,17 +31,17 @@ def slurm(
     detach: Detach = False,
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
-    job = decide_job_with_paths(
+    job = decide_job_with_local_paths(
         recipe,
         request,
         machines,
-        read_optional_record(slurm_options.image, record),
+        read_image_contents_or_none(slurm_options.image, record),
         checks_paths=not dry_run,
         in_image=bool(slurm_options.image),
     )
     warn_unknown_steps(job, recipe)
     if slurm_options.image:
-        warn_hidden_inputs(
+        warn_unmounted_inputs(
             job, containers.list_mounts(job, slurm_options, Path.cwd()), Path.cwd(), "set --mount {0}:{0}"
         )
     if dry_run:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli import ignore_lost_output, options
+from bundle.cli import ignore_stdout_write_errors, options
 from bundle.cli.disk_space import warn_disk_space
 from bundle.cli.request import ImageContents, JobRequest, Machines, plan_job
 from bundle.environment import image
@@ -28,7 +28,7 @@ from bundle.targets.states import Target
 
 _log = logging.getLogger(__name__)
 
-_NOT_OURS = "none"
+_NO_IMAGE_RECORD_KEYWORD = "none"
 Handle = Annotated[
     str,
     typer.Argument(
@@ -43,7 +43,7 @@ Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Set the addr
 
 
 # The targets by the first part of a handle, with the pattern of the second part.
-TARGETS: dict[str, tuple[Target, str]] = {
+TARGETS_WITH_JOB_ID_PATTERNS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
     "kubernetes": (jobs, rf"({'|'.join(FORMS)})/[a-z0-9-]+/[a-z0-9-]+"),
@@ -59,18 +59,18 @@ class ContainerImage:
     image: Annotated[str, typer.Option(help="Run in this image. Default: mcore-bundle's image.")] = ""
     registry: Annotated[
         str, typer.Option(metavar="REGISTRY", help="Set the registry of mcore-bundle's images.")
-    ] = images.DEFAULT_REGISTRY
+    ] = images.LOCAL_BUILD_IMAGE_PREFIX
     record: options.ImageRecordOrNone = ""
 
     def choose_name(self, job: Job) -> str:
         """Return the name of the image. Raise UsageError where none of our images fits the job."""
         return self.image or images.choose_image(job, self.registry)
 
-    def read_record(self) -> ImageContents:
+    def read_record_file(self) -> ImageContents:
         """Return the contents of the image. Raise UsageError for a foreign image without a name."""
         if not self.record:
             return UNDECIDED
-        if self.record != _NOT_OURS:
+        if self.record != _NO_IMAGE_RECORD_KEYWORD:
             return image.read_record(Path(self.record))
         if not self.image:
             raise UsageError(
@@ -80,14 +80,14 @@ class ContainerImage:
         return None
 
 
-def read_optional_record(container_image: str, record_name: str) -> ImageContents:
+def read_image_contents_or_none(container_image: str, record_name: str) -> ImageContents:
     """Return the contents of the image, None without one. Raise UsageError for a record of no image."""
     if record_name and not container_image:
         raise UsageError(
             f"--image-record {format_value(record_name)}: needs --image. Set --image, or leave out"
             " --image-record"
         )
-    return ContainerImage(container_image, record=record_name).read_record() if container_image else None
+    return ContainerImage(container_image, record=record_name).read_record_file() if container_image else None
 
 
 def decide_job(
@@ -101,7 +101,7 @@ def decide_job(
     if record == UNDECIDED:
         request = replace(request, mcore=request.mcore or DEFAULT_RELEASE)  # not the local one
     planned = plan_job(recipe, request, machines, record, problems=problems)
-    planned.plan.refuse()
+    planned.plan.raise_gravest_problem()
     if record == UNDECIDED:
         _log.warning(
             "the package versions in the image are unknown. The plan assumes megatron-core %s; the first rank"
@@ -112,7 +112,7 @@ def decide_job(
     return planned.decide()
 
 
-def decide_job_with_paths(
+def decide_job_with_local_paths(
     recipe: str,
     request: JobRequest,
     machines: Machines,
@@ -134,7 +134,7 @@ def decide_job_with_paths(
         return decide_job(loaded_recipe, local_request, machines, record)
     run, start = RunDirectory(directory), local_request.build_start()
     run.decide_resume(loaded_recipe, start)
-    _, missing = run.inspect_start(loaded_recipe, start)
+    _, missing = run.describe_weights_and_problems(loaded_recipe, start)
     if in_image:
         warn_absent_inputs(missing)
         missing = []
@@ -149,7 +149,7 @@ def warn_absent_inputs(problems: Iterable[Problem]) -> None:
         _log.warning("%s (checked on this machine; the image or a mount may have it)", problem.text)
 
 
-def warn_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
+def warn_unmounted_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
     """Warn of inputs on this machine that a container does not see; see `find_hidden_inputs`."""
     for text in find_hidden_inputs(job, mounts, workdir, advice):
         _log.warning("%s", text)
@@ -186,7 +186,7 @@ def follow_submitted_job(handle: str, *, detach: bool) -> None:
         print(handle)
         return
     print(f"{handle}: `mcore-bundle launch stop {handle}` makes it save and end", file=sys.stderr)
-    ignore_lost_output()  # the job's log has everything
+    ignore_stdout_write_errors()  # the job's log has everything
     target, name = find_target(handle)
     for text in target.follow(name):
         print(text, end="", flush=True)
@@ -196,7 +196,7 @@ def follow_submitted_job(handle: str, *, detach: bool) -> None:
 def find_target(handle: str) -> tuple[Target, str]:
     """Return the target of a handle, and the job's name there. Raise UsageError where it is not a handle."""
     kind, _, name = handle.partition(":")
-    target, pattern = TARGETS.get(kind, (slurm, ""))
-    if kind not in TARGETS or not re.fullmatch(pattern, name, re.ASCII):
+    target, pattern = TARGETS_WITH_JOB_ID_PATTERNS.get(kind, (slurm, ""))
+    if kind not in TARGETS_WITH_JOB_ID_PATTERNS or not re.fullmatch(pattern, name, re.ASCII):
         raise UsageError(f"{format_value(handle)}: must be a job handle, such as slurm:1234")
     return target, name

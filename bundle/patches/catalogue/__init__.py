@@ -16,16 +16,16 @@ from bundle.patches.catalogue import (
 from bundle.patches.entry import Patch, Seam, Trap
 
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
-_AREAS = (mla, mtp, recompute, router, balancing, gradients, checkpoints, attention)
-PATCHES: tuple[Patch, ...] = tuple(patch for area in _AREAS for patch in area.PATCHES)
+_AREA_MODULES = (mla, mtp, recompute, router, balancing, gradients, checkpoints, attention)
+PATCHES: tuple[Patch, ...] = tuple(patch for area in _AREA_MODULES for patch in area.PATCHES)
 # Known traps: defects with no narrow fix, whose recipes are refused.
-TRAPS: tuple[Trap, ...] = tuple(trap for area in _AREAS for trap in getattr(area, "TRAPS", ()))
+TRAPS: tuple[Trap, ...] = tuple(trap for area in _AREA_MODULES for trap in getattr(area, "TRAPS", ()))
 
-_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
-_MTP = "megatron.core.transformer.multi_token_prediction"
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
-_TRACKER = f"{_MTP}:MTPLossLoggingHelper"
+_GPT_MODEL_CLASS_PATH = "megatron.core.models.gpt.gpt_model:GPTModel"
+_MTP_MODULE_PATH = "megatron.core.transformer.multi_token_prediction"
+_ROUTER_CLASS_PATH = "megatron.core.transformer.moe.router:TopKRouter"
+_ROPE_UTILS_PATH = "megatron.core.models.common.embeddings.rope_utils"
+_MTP_LOSS_TRACKER_PATH = f"{_MTP_MODULE_PATH}:MTPLossLoggingHelper"
 
 SEAMS = (
     Seam(
@@ -41,14 +41,14 @@ SEAMS = (
     ),
     Seam(
         id="forward-labels",
-        targets=(f"{_GPT}.forward",),
+        targets=(f"{_GPT_MODEL_CLASS_PATH}.forward",),
         use="hooked by the engine, which reads the labels",
         why="The labels here are the same object that reaches the main loss.",
         by_signature=True,
     ),
     Seam(
         id="mtp-block",
-        targets=(f"{_MTP}:MultiTokenPredictionBlock.forward",),
+        targets=(f"{_MTP_MODULE_PATH}:MultiTokenPredictionBlock.forward",),
         use="wrapped on the model by mcore if MTP is detached from the rest",
         why="In every release it has keyword arguments for hidden states and an embedding.",
         by_signature=True,
@@ -65,8 +65,8 @@ SEAMS = (
     Seam(
         id="rotary-rows",
         targets=(
-            f"{_ROPE}:_apply_rotary_pos_emb_bshd",
-            f"{_ROPE}:_get_thd_freqs_on_this_cp_rank",
+            f"{_ROPE_UTILS_PATH}:_apply_rotary_pos_emb_bshd",
+            f"{_ROPE_UTILS_PATH}:_get_thd_freqs_on_this_cp_rank",
         ),
         use="called by the patch packed-rotary-host-reads, which also reads its parameters",
         why="The first rotates each row by its angle; the second tells whether a table may be a pack's.",
@@ -75,7 +75,7 @@ SEAMS = (
     ),
     Seam(
         id="mtp-switch",
-        targets=(f"{_GPT}.__init__",),
+        targets=(f"{_GPT_MODEL_CLASS_PATH}.__init__",),
         use="its attribute mtp_process is set by mcore for a forward pass without MTP",
         why="With config.mtp_num_layers it decides whether MTP layers run.",
         when=frozenset({"mtp"}),
@@ -83,10 +83,10 @@ SEAMS = (
     Seam(
         id="mtp-tracker",
         targets=(
-            f"{_TRACKER}.save_loss_to_tracker",
-            f"{_TRACKER}.reduce_loss_in_tracker",
-            f"{_TRACKER}.save_metrics_to_tracker",
-            f"{_TRACKER}.reduce_metrics_in_tracker",
+            f"{_MTP_LOSS_TRACKER_PATH}.save_loss_to_tracker",
+            f"{_MTP_LOSS_TRACKER_PATH}.reduce_loss_in_tracker",
+            f"{_MTP_LOSS_TRACKER_PATH}.save_metrics_to_tracker",
+            f"{_MTP_LOSS_TRACKER_PATH}.reduce_metrics_in_tracker",
         ),
         use="read by training",
         why="Megatron's own MTP loss. Every rank must enter its collective. Renamed in 0.19.",
@@ -100,7 +100,7 @@ SEAMS = (
     ),
     Seam(
         id="expert-balancing",
-        targets=(f"{_ROUTER}.routing", f"{_ROUTER}.__init__"),
+        targets=(f"{_ROUTER_CLASS_PATH}.routing", f"{_ROUTER_CLASS_PATH}.__init__"),
         use="wrapped on the routers by mcore, with their counts in local_tokens_per_expert",
         why="It receives all logits of a micro-batch and returns the experts that are counted for the bias.",
         when=frozenset({"moe"}),

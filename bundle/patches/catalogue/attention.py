@@ -7,7 +7,7 @@ import ast
 
 from bundle.patches.definitions import Definition
 from bundle.patches.entry import (
-    NO_ASSUMPTION,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -17,32 +17,34 @@ from bundle.patches.entry import (
     detect_in_definitions,
 )
 
-_CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
-_QUERY_KEY_VALUE = "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
-_CROSS_ATTENTION = "megatron.core.transformer.attention:CrossAttention.__init__"
-_SELF_ATTENTION = "megatron.core.transformer.attention:SelfAttention.__init__"
-_DELTA = "megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__"
-_DELTA_FORWARD = "megatron.core.ssm.gated_delta_net:GatedDeltaNet.forward"
-_ALLREDUCE_GRADS = "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"
-_ROTARY_OF_PACKS = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
-_TE_ATTENTION = "megatron.core.extensions.transformer_engine:TEDotProductAttention.__init__"
+_DOT_PRODUCT_ATTENTION_INIT = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
+_QUERY_KEY_VALUE_TARGET = "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
+_CROSS_ATTENTION_INIT = "megatron.core.transformer.attention:CrossAttention.__init__"
+_SELF_ATTENTION_INIT = "megatron.core.transformer.attention:SelfAttention.__init__"
+_GATED_DELTA_NET_INIT = "megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__"
+_GATED_DELTA_NET_FORWARD = "megatron.core.ssm.gated_delta_net:GatedDeltaNet.forward"
+_NON_TP_GRAD_ALLREDUCE_TARGET = (
+    "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"
+)
+_PACKED_ROTARY_TARGET = "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
+_TE_DOT_PRODUCT_ATTENTION_INIT = "megatron.core.extensions.transformer_engine:TEDotProductAttention.__init__"
 _PACKED_SEQ_PARAMS = "megatron.core.packed_seq_params:PackedSeqParams"
 _APPLY_ROTARY = "megatron.core.transformer.attention:apply_rotary_pos_emb"
-_GPT = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
-_ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
-_POSITIONS = f"{_ROTARY}:MultimodalRotaryEmbedding.forward"
-_LLAVA = "megatron.core.models.multimodal.llava_model:LLaVAModel"
-_LLAVA_EMBEDDINGS = f"{_LLAVA}._process_embedding_token_parallel"
-_LLAVA_INIT = f"{_LLAVA}.__init__"
-_PACKED_PARAMETERS = {"packed_seq", "packed_seq_params"}
-_CONTEXT_PARALLEL_TESTS = {  # by whom, in each release
+_GPT_MODEL_FORWARD = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
+_ROTARY_EMBEDDING_MODULE = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+_MULTIMODAL_ROTARY_FORWARD = f"{_ROTARY_EMBEDDING_MODULE}:MultimodalRotaryEmbedding.forward"
+_LLAVA_MODEL_CLASS = "megatron.core.models.multimodal.llava_model:LLaVAModel"
+_LLAVA_EMBEDDING_SCATTER_TARGET = f"{_LLAVA_MODEL_CLASS}._process_embedding_token_parallel"
+_LLAVA_INIT = f"{_LLAVA_MODEL_CLASS}.__init__"
+_PACKING_PARAMETER_NAMES = {"packed_seq", "packed_seq_params"}
+_CONTEXT_PARALLEL_CONDITIONS = {  # by whom, in each release
     "parallel_state.get_context_parallel_world_size() > 1",
     "self.cp_group is not None and self.cp_group.size() > 1",
     "cp_group is not None and cp_group.size() > 1",
 }
 
 
-@detect_in_definitions(_CORE)
+@detect_in_definitions(_DOT_PRODUCT_ATTENTION_INIT)
 def _leaves_sinks_unmarked(core: Definition) -> Presence:
     """Return whether the learned sinks are a parameter that nothing marks as split over ranks."""
     if not core.has_string("softmax_offset"):
@@ -57,20 +59,20 @@ def _leaves_sinks_unmarked(core: Definition) -> Presence:
     return Presence.from_matches(known and "tensor_model_parallel" not in core.identifiers)
 
 
-@detect_in_definitions(_QUERY_KEY_VALUE)
-def _slices_query_only(heads: Definition) -> Presence:
+@detect_in_definitions(_QUERY_KEY_VALUE_TARGET)
+def _detect_unsliced_output_gate(heads: Definition) -> Presence:
     """Return whether the query is cut to this rank's heads, and its output gate is not."""
     if "output_gate" not in heads.parameters:
         return Presence.ABSENT
     if not any("rank" in name for name in heads.identifiers):
         return Presence.ABSENT  # no group of heads can be shared yet
-    cut = {name for name in ("query", "gate") if heads.has(f"{name} = {name}[:, :, _:_, :]")}
-    if "query" not in cut or not heads.has("return (query, key, value, gate)"):
+    cut = {name for name in ("query", "gate") if heads.has_pattern(f"{name} = {name}[:, :, _:_, :]")}
+    if "query" not in cut or not heads.has_pattern("return (query, key, value, gate)"):
         return Presence.UNKNOWN
     return Presence.from_bool("gate" not in cut)
 
 
-@detect_in_definitions(_CROSS_ATTENTION, _SELF_ATTENTION)
+@detect_in_definitions(_CROSS_ATTENTION_INIT, _SELF_ATTENTION_INIT)
 def _drops_process_group(cross: Definition, self_attention: Definition) -> Presence:
     """Return whether the layer gets a process group and does not pass it to its projections."""
     if not cross.parameters & {"pg_collection", "model_comm_pgs"}:
@@ -89,24 +91,28 @@ def _drops_process_group(cross: Definition, self_attention: Definition) -> Prese
     return Presence.from_bool(not all(passes_group))
 
 
-@detect_in_definitions(_DELTA, _ALLREDUCE_GRADS, required_module=_DELTA)
-def _sums_only_with_sp(init: Definition, sums: Definition) -> Presence:
+@detect_in_definitions(
+    _GATED_DELTA_NET_INIT, _NON_TP_GRAD_ALLREDUCE_TARGET, required_module=_GATED_DELTA_NET_INIT
+)
+def _detect_unsummed_delta_norm_gradient(init: Definition, sums: Definition) -> Presence:
     """Return whether ranks sum the output norm's gradient only under sequence parallelism."""
     mentions = [node for node in init.iter_nodes(ast.Attribute) if node.attr == "out_norm"]
-    built = init.has("self.out_norm = build_module(submodules.out_norm, config=_, hidden_size=_, eps=_)")
-    by_sequence = sums.has("config.sequence_parallel and getattr(param, 'sequence_parallel', False)")
+    built = init.has_pattern(
+        "self.out_norm = build_module(submodules.out_norm, config=_, hidden_size=_, eps=_)"
+    )
+    by_sequence = sums.has_pattern("config.sequence_parallel and getattr(param, 'sequence_parallel', False)")
     by_name = any("out_norm" in str(constant.value) for constant in sums.iter_nodes(ast.Constant))
     # two mentions: the attribute, and the spec's
     return Presence.from_matches(built and len(mentions) == 2 and by_sequence and not by_name)
 
 
-@detect_in_definitions(_DELTA_FORWARD, required_module=_DELTA_FORWARD)
-def _refuses_packs(forward: Definition) -> Presence:
-    refused = forward.has("if packed_seq_params is not None:\n    raise NotImplementedError(...)")
+@detect_in_definitions(_GATED_DELTA_NET_FORWARD, required_module=_GATED_DELTA_NET_FORWARD)
+def _detect_delta_net_pack_refusal(forward: Definition) -> Presence:
+    refused = forward.has_pattern("if packed_seq_params is not None:\n    raise NotImplementedError(...)")
     return Presence.from_matches(refused, "cu_seqlens_q" in forward.identifiers)
 
 
-@detect_in_definitions(_ROTARY_OF_PACKS)
+@detect_in_definitions(_PACKED_ROTARY_TARGET)
 def _reads_lengths_back(packed: Definition) -> Presence:
     """Return whether the sequence lengths become Python numbers, by which the rows are cut."""
     lengths = {"tolist", "split"} & packed.identifiers
@@ -116,7 +122,7 @@ def _reads_lengths_back(packed: Definition) -> Presence:
     )
 
 
-@detect_in_definitions(_TE_ATTENTION, _PACKED_SEQ_PARAMS)
+@detect_in_definitions(_TE_DOT_PRODUCT_ATTENTION_INIT, _PACKED_SEQ_PARAMS)
 def _lacks_padding_flag(init: Definition, packed: Definition) -> Presence:
     """Return whether all fields of a pack are passed on, and no field says whether the pack has padding."""
     fields = {ast.unparse(node.target) for node in packed.iter_nodes(ast.AnnAssign)}
@@ -125,8 +131,8 @@ def _lacks_padding_flag(init: Definition, packed: Definition) -> Presence:
     return Presence.from_bool("pad_between_seqs" not in fields)
 
 
-@detect_in_definitions(_POSITIONS)
-def _cuts_packed_positions(positions: Definition) -> Presence:
+@detect_in_definitions(_MULTIMODAL_ROTARY_FORWARD)
+def _detect_mrope_pack_cp_sharding(positions: Definition) -> Presence:
     """Return whether a table is cut for context parallelism without a check whether it is a pack's."""
     if not positions.find_calls("get_pos_emb_on_this_cp_rank"):
         return Presence.UNKNOWN
@@ -135,13 +141,15 @@ def _cuts_packed_positions(positions: Definition) -> Presence:
     )
     tests = {ast.unparse(branch.test) for branch in branches}
     is_checked = any(
-        f"not {name}" in test for name in positions.parameters & _PACKED_PARAMETERS for test in tests
+        f"not {name}" in test for name in positions.parameters & _PACKING_PARAMETER_NAMES for test in tests
     )
-    return Presence.from_matches(tests and tests <= _CONTEXT_PARALLEL_TESTS, absent=is_checked)
+    return Presence.from_matches(tests and tests <= _CONTEXT_PARALLEL_CONDITIONS, absent=is_checked)
 
 
-@detect_in_definitions(_LLAVA_EMBEDDINGS, _LLAVA_INIT, required_module=_LLAVA_EMBEDDINGS)
-def _scatters_over_layout(shared: Definition, init: Definition) -> Presence:
+@detect_in_definitions(
+    _LLAVA_EMBEDDING_SCATTER_TARGET, _LLAVA_INIT, required_module=_LLAVA_EMBEDDING_SCATTER_TARGET
+)
+def _detect_llava_global_group_scatter(shared: Definition, init: Definition) -> Presence:
     """Return whether the embeddings are scattered over the layout's ranks, whatever groups the model has."""
     if not init.parameters & {"pg_collection", "model_comm_pgs"}:
         return Presence.ABSENT  # there are no ranks but the layout's
@@ -154,7 +162,9 @@ def _scatters_over_layout(shared: Definition, init: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="attention-sinks-norm",
-        replacements=(build_signature_replacement(_CORE, "attention:mark_sinks_as_split"),),
+        replacements=(
+            build_signature_replacement(_DOT_PRODUCT_ATTENTION_INIT, "attention:mark_sinks_as_split"),
+        ),
         why=(
             "The gradient norm is too small, so clipping is too weak. Learned attention sinks, one for each "
             "head, are not marked as split. Only those of the first tensor-parallel rank are counted."
@@ -163,12 +173,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#7452 (finding 8), #7530 (open)",
         range=">=0.15",
         when=frozenset({"attention-sinks", "tp"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_leaves_sinks_unmarked,
     ),
     Patch(
         id="output-gate-of-shared-groups",
-        replacements=(build_signature_replacement(_QUERY_KEY_VALUE, "attention:select_gate_heads"),),
+        replacements=(build_signature_replacement(_QUERY_KEY_VALUE_TARGET, "attention:select_gate_heads"),),
         why=(
             "Attention with an output gate (Qwen3-Next, Qwen3.5) fails if tensor-parallel ranks share a "
             "group of heads. The query is cut to the heads of the rank, but the gate keeps the heads of "
@@ -178,12 +188,14 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#3528, fixed by #3575 in 0.17; slime#2221, radixark/miles#972",
         range=">=0.16,<0.17",
         when=frozenset({"output-gate", "gqa", "tp"}),
-        assumes=NO_ASSUMPTION,
-        defect=_slices_query_only,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_unsliced_output_gate,
     ),
     Patch(
         id="cross-attention-groups",
-        replacements=(build_signature_replacement(_CROSS_ATTENTION, "attention:use_passed_group"),),
+        replacements=(
+            build_signature_replacement(_CROSS_ATTENTION_INIT, "attention:pass_group_to_cross_attention"),
+        ),
         why=(
             "Cross attention with explicit process groups divides its heads between these groups, but its"
             " projections between the groups of the layout."
@@ -197,7 +209,9 @@ PATCHES = (
     ),
     Patch(
         id="gated-delta-norm-gradient",
-        replacements=(build_signature_replacement(_DELTA, "attention:sum_output_norm_gradient"),),
+        replacements=(
+            build_signature_replacement(_GATED_DELTA_NET_INIT, "attention:sum_delta_net_norm_gradient"),
+        ),
         why=(
             "Tensor-parallel ranks get different copies of one weight: the output norm of a gated delta "
             "net, which all heads share. Without sequence parallelism, each rank updates its copy with the "
@@ -207,12 +221,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#7452 (finding 11)",
         range=">=0.16",
         when=frozenset({"gated-delta-net", "tp"}),
-        assumes=NO_ASSUMPTION,
-        defect=_sums_only_with_sp,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_unsummed_delta_norm_gradient,
     ),
     Patch(
         id="packed-rotary-host-reads",
-        replacements=(Replacement(_ROTARY_OF_PACKS, "attention:rotate_packed_by_gather"),),
+        replacements=(Replacement(_PACKED_ROTARY_TARGET, "attention:rotate_packed_by_gather"),),
         why=(
             "If no single kernel computes rotary positions (latent attention without YaRN), every layer "
             "copies the lengths of packed sequences to the host, twice. The layer then computes one "
@@ -227,7 +241,9 @@ PATCHES = (
     ),
     Patch(
         id="cuda-attention-host-reads",
-        replacements=(build_signature_replacement(_TE_ATTENTION, "attention:say_whether_padded"),),
+        replacements=(
+            build_signature_replacement(_TE_DOT_PRODUCT_ATTENTION_INIT, "attention:pass_pad_between_seqs"),
+        ),
         why=(
             "In every layer, Transformer Engine compares the boundaries of packed sequences with the "
             "padded ones on the GPU. The host waits for the result, although it knows it already."
@@ -237,15 +253,17 @@ PATCHES = (
         range="<0.19",
         backends=("cuda",),
         when=frozenset({"packed"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_lacks_padding_flag,
     ),
     Patch(
         id="mrope-packed",
         replacements=(
-            build_signature_replacement(_GPT, "attention:keep_packed_table"),
-            build_signature_replacement(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "mla:keep_full_table"),
-            build_signature_replacement(_APPLY_ROTARY, "attention:rotate_pack_rows"),
+            build_signature_replacement(_GPT_MODEL_FORWARD, "attention:keep_full_mrope_table"),
+            build_signature_replacement(
+                f"{_ROTARY_EMBEDDING_MODULE}:get_pos_emb_on_this_cp_rank", "mla:keep_full_rotary_table"
+            ),
+            build_signature_replacement(_APPLY_ROTARY, "attention:apply_packed_mrope"),
         ),
         why=(
             "Packed sequences get wrong multimodal rotary positions (mrope). With context parallelism, the "
@@ -261,14 +279,14 @@ PATCHES = (
             "on every rank, position ids [3, 1, t] are those of the whole padded pack. The model has"
             " megatron's own attention, which selects each rank's rows of their table"
         ),
-        defect=_cuts_packed_positions,
+        defect=_detect_mrope_pack_cp_sharding,
     ),
 )
 TRAPS = (
     Trap(
         id="gated-delta-net-packed",
         range=">=0.16,<0.18",
-        defect=_refuses_packs,
+        defect=_detect_delta_net_pack_refusal,
         when=frozenset({"gated-delta-net", "packed"}),
         why="The gated delta net (Qwen3-Next, Qwen3.5) refuses packed sequences.",
         cause="GatedDeltaNet.forward raises NotImplementedError for any packed_seq_params; #2645 in 0.18.0",
@@ -278,7 +296,7 @@ TRAPS = (
     Trap(
         id="llava-groups",
         range=">=0.14",
-        defect=_scatters_over_layout,
+        defect=_detect_llava_global_group_scatter,
         when=frozenset({"llava", "explicit-groups", "tp", "sp"}),
         why="LLaVA gives ranks the embeddings of others: it divides them between the layout's ranks.",
         cause="scatter_to_sequence_parallel_region is given no group; #7452 (finding 7)",

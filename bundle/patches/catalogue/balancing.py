@@ -3,10 +3,10 @@
 import ast
 
 from bundle.patches.catalogue import mtp
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 from bundle.patches.entry import (
     MEGATRONS_BALANCING,
-    NO_ASSUMPTION,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -17,70 +17,72 @@ from bundle.patches.entry import (
     detect_in_source,
 )
 
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
-_ATTACH_LOSS = f"{_ROUTER}.attach_and_log_load_balancing_loss"  # from 0.14
-_APPLY_LOSS = f"{_ROUTER}.apply_load_balancing_loss"  # to 0.13
-_Z_LOSS = f"{_ROUTER}.apply_z_loss"
-_SEQ_AUX_LOSS = f"{_ROUTER}._apply_seq_aux_loss"  # from 0.14
-_OLD_SEQ_AUX_LOSS = f"{_ROUTER}.seq_aux_loss_load_balancing"  # to 0.13
-_MAINTAIN_BIAS = f"{_ROUTER}._maintain_float32_expert_bias"
-_INIT = f"{_ROUTER}.__init__"
-_ROUTING = f"{_ROUTER}.routing"
+_TOPK_ROUTER_CLASS = "megatron.core.transformer.moe.router:TopKRouter"
+_ATTACH_LOSS = f"{_TOPK_ROUTER_CLASS}.attach_and_log_load_balancing_loss"  # from 0.14
+_OLD_BALANCING_LOSS_TARGET = f"{_TOPK_ROUTER_CLASS}.apply_load_balancing_loss"  # to 0.13
+_Z_LOSS = f"{_TOPK_ROUTER_CLASS}.apply_z_loss"
+_SEQ_AUX_LOSS = f"{_TOPK_ROUTER_CLASS}._apply_seq_aux_loss"  # from 0.14
+_OLD_SEQ_AUX_LOSS = f"{_TOPK_ROUTER_CLASS}.seq_aux_loss_load_balancing"  # to 0.13
+_MAINTAIN_BIAS = f"{_TOPK_ROUTER_CLASS}._maintain_float32_expert_bias"
+_ROUTER_INIT = f"{_TOPK_ROUTER_CLASS}.__init__"
+_ROUTING = f"{_TOPK_ROUTER_CLASS}.routing"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _FORWARD_STEP = f"{_SCHEDULES}:forward_step"  # sets the scale to 0.13
-_CALC_LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
-_APPLY_EXPERT_BIAS = f"{_ROUTER}._apply_expert_bias"
-_GLOBAL_AUX_LOSS = f"{_ROUTER}._apply_global_aux_loss"
-_BALANCING_LOSS = "megatron.core.transformer.moe.router:switch_load_balancing_loss_func"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
-_COUNT_TOKENS = f"{_UTILS}:get_tokens_per_expert_and_token_count"
-_TENSOR_PARALLEL_SUM = f"{_UTILS}:reduce_from_tensor_model_parallel_region"
-_REDUCE_IN_PLACE = "megatron.core.tensor_parallel.mappings:_reduce"
-_PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
+_FORWARD_STEP_CALC_LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
+_APPLY_EXPERT_BIAS = f"{_TOPK_ROUTER_CLASS}._apply_expert_bias"
+_GLOBAL_AUX_LOSS_TARGET = f"{_TOPK_ROUTER_CLASS}._apply_global_aux_loss"
+_SWITCH_BALANCING_LOSS_TARGET = "megatron.core.transformer.moe.router:switch_load_balancing_loss_func"
+_MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
+_EXPERT_TOKEN_COUNT_TARGET = f"{_MOE_UTILS_MODULE}:get_tokens_per_expert_and_token_count"
+_TP_REGION_REDUCE_TARGET = f"{_MOE_UTILS_MODULE}:reduce_from_tensor_model_parallel_region"
+_TP_ALL_REDUCE_EVIDENCE = "megatron.core.tensor_parallel.mappings:_reduce"
+_GPT_PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
 
-def _replace_loss_scale(wrapper: str) -> tuple[Replacement, ...]:
+def _build_forward_step_replacements(wrapper: str) -> tuple[Replacement, ...]:
     """Return the replacements of the function that sets the loss scale.
 
     From 0.14 on that is a function of its own, which both schedules call.
     """
     return build_signature_replacement(_FORWARD_STEP, f"moe:{wrapper}"), build_signature_replacement(
-        _CALC_LOSS, f"moe:{wrapper}", optional=True
+        _FORWARD_STEP_CALC_LOSS, f"moe:{wrapper}", optional=True
     )
 
 
-@detect_in_definitions((_ATTACH_LOSS, _APPLY_LOSS), _Z_LOSS, optional=((_CALC_LOSS, _FORWARD_STEP),))
+@detect_in_definitions(
+    (_ATTACH_LOSS, _OLD_BALANCING_LOSS_TARGET), _Z_LOSS, optional=((_FORWARD_STEP_CALC_LOSS, _FORWARD_STEP),)
+)
 def _weighs_by_own_tokens(attach: Definition, z_loss: Definition, setting: Definition | None) -> Presence:
     """Return whether the weight is this rank's tokens, and not those of all ranks of a micro-batch."""
     all_ranks = "_ * num_local_tokens * self.tp_cp_group.size()"
-    if attach.has(all_ranks) and z_loss.has(all_ranks):
+    if attach.has_pattern(all_ranks) and z_loss.has_pattern(all_ranks):
         return Presence.ABSENT
     aux_weights = ("aux_loss * activation.shape[0]", "aux_loss * num_tokens")
     z_weights = ("z_loss * logits.shape[0]", "z_loss * num_tokens")
-    is_local = any(map(attach.has, aux_weights)) and any(map(z_loss.has, z_weights))
+    is_local = any(map(attach.has_pattern, aux_weights)) and any(map(z_loss.has_pattern, z_weights))
     # The wrapper multiplies the scale, so that the scale must be set anew each time.
-    is_reset = setting is not None and setting.has("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
+    is_reset = setting is not None and setting.has_pattern("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
     return Presence.from_matches(is_local and is_reset)
 
 
-@detect_in_definitions((_CALC_LOSS, _FORWARD_STEP))
-def _ignores_context_ranks(setting: Definition) -> Presence:
+@detect_in_definitions((_FORWARD_STEP_CALC_LOSS, _FORWARD_STEP))
+def _detect_cp_unaware_loss_scale(setting: Definition) -> Presence:
     """Return whether the scale of a mean is divided by micro-batches and ignores context-parallel ranks."""
     scaled = ("loss_scale", "loss_scale * cp_group_size", "loss_scale * cp_size_for_scaling")
     plain, *context_aware = (
-        setting.has(f"MoEAuxLossAutoScaler.set_loss_scale({by} / num_microbatches)") for by in scaled
+        setting.has_pattern(f"MoEAuxLossAutoScaler.set_loss_scale({by} / num_microbatches)") for by in scaled
     )
     return Presence.from_matches(plain, any(context_aware))
 
 
-@detect_in_source(_SEQ_AUX_LOSS, _ATTACH_LOSS, _APPLY_LOSS)
-def _weighs_one_sequence(source: SourceEvidence) -> Presence:
+@detect_in_source(_SEQ_AUX_LOSS, _ATTACH_LOSS, _OLD_BALANCING_LOSS_TARGET)
+def _detect_weight_missing_batch_size(source: DeclaredDefinitions) -> Presence:
     """Return whether the loss over sequences is weighted by the tokens of one sequence."""
     apply, attach = source[_SEQ_AUX_LOSS], source[_ATTACH_LOSS]
     if apply is None or attach is None:
-        return Presence.from_matches(absent=source[_APPLY_LOSS] is not None and attach is None)
+        return Presence.from_matches(absent=source[_OLD_BALANCING_LOSS_TARGET] is not None and attach is None)
     if "valid_token_count" not in attach.parameters:
-        return Presence.from_matches(absent=attach.has("aux_loss * activation.shape[0]"))
+        return Presence.from_matches(absent=attach.has_pattern("aux_loss * activation.shape[0]"))
     weights, scales = (
         apply.find_keyword_values("attach_and_log_load_balancing_loss", keyword)
         for keyword in ("valid_token_count", "aux_loss_scale_num_tokens")
@@ -91,7 +93,7 @@ def _weighs_one_sequence(source: SourceEvidence) -> Presence:
     return Presence.from_matches(is_local and counted, absent=weights == ("local_num_tokens * bsz",))
 
 
-@detect_in_definitions(_MAINTAIN_BIAS, _INIT)
+@detect_in_definitions(_MAINTAIN_BIAS, _ROUTER_INIT)
 def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
     """Return whether the counts are a buffer that mixed precision casts and nothing casts back."""
     counts = "self.local_tokens_per_expert"
@@ -99,15 +101,17 @@ def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
         return Presence.ABSENT
     if "local_tokens_per_expert" in maintain.identifiers:
         return Presence.UNKNOWN
-    buffer = init.has('self.register_buffer("local_tokens_per_expert", _, persistent=False)')
+    buffer = init.has_pattern('self.register_buffer("local_tokens_per_expert", _, persistent=False)')
     return Presence.from_matches(buffer and "expert_bias" in maintain.identifiers)
 
 
-@detect_in_definitions((_ATTACH_LOSS, _APPLY_LOSS))
-def _weighs_by_all_tokens(attach: Definition) -> Presence:
+@detect_in_definitions((_ATTACH_LOSS, _OLD_BALANCING_LOSS_TARGET))
+def _detect_unlearned_tokens_in_weight(attach: Definition) -> Presence:
     """Return whether a per-token loss is weighted by all tokens that the router sees, learned or not."""
     if "calculate_per_token_loss" not in attach.identifiers:  # it is not weighed at all
-        return Presence.from_matches(absent=attach.has("MoEAuxLossAutoScaler.apply(activation, aux_loss)"))
+        return Presence.from_matches(
+            absent=attach.has_pattern("MoEAuxLossAutoScaler.apply(activation, aux_loss)")
+        )
     attached = [call.args[1] for call in attach.find_calls("apply") if len(call.args) == 2]
     weights = [weighed.right for weighed in attached if isinstance(weighed, ast.BinOp)]
     seen = ("activation.shape[0]", "num_tokens", "self.tp_cp_group.size()", "aux_loss_scale_num_tokens")
@@ -118,7 +122,7 @@ def _weighs_by_all_tokens(attach: Definition) -> Presence:
 def _treats_rows_as_sequences(routing: Definition, loss: Definition) -> Presence:
     """Return whether a row of the logits counts as one sequence, whatever boundaries it has inside."""
     bounded = any("cu_seqlens" in name for name in routing.identifiers | loss.identifiers)
-    return Presence.from_matches(routing.has("seq_length, bsz = logits.shape[:2]") and not bounded)
+    return Presence.from_matches(routing.has_pattern("seq_length, bsz = logits.shape[:2]") and not bounded)
 
 
 @detect_in_definitions(_ROUTING)
@@ -134,7 +138,7 @@ _BALANCING_FEATURES = frozenset({"moe", MEGATRONS_BALANCING})
 
 
 @detect_in_definitions(_ROUTING, optional=(_APPLY_EXPERT_BIAS,))
-def _mixes_mask_shapes(routing: Definition, bias: Definition | None) -> Presence:
+def _detect_unbroadcast_padding_mask(routing: Definition, bias: Definition | None) -> Presence:
     """Return whether the map [tokens, experts] is combined with the mask [tokens] without a new dimension."""
     if "padding_mask" not in routing.parameters:
         return Presence.ABSENT  # a router has no parameter for padding
@@ -143,15 +147,15 @@ def _mixes_mask_shapes(routing: Definition, bias: Definition | None) -> Presence
     combinations = (node for node in bias.iter_nodes(ast.BinOp) if isinstance(node.op, ast.BitAnd | ast.Mult))
     combined = {ast.unparse(node.right) for node in combinations}
     if combined == {"~padding_mask"}:
-        passes_mask = routing.has("self._apply_expert_bias(routing_map, padding_mask=padding_mask)")
+        passes_mask = routing.has_pattern("self._apply_expert_bias(routing_map, padding_mask=padding_mask)")
         return Presence.from_matches(passes_mask and not bias.find_assigned_values("padding_mask"))
     return Presence.from_matches(absent=any("unsqueeze" in right for right in combined))
 
 
-@detect_in_source(_COUNT_TOKENS, _REDUCE_IN_PLACE, _ROUTING)
-def _overwrites_own_count(source: SourceEvidence) -> Presence:
+@detect_in_source(_EXPERT_TOKEN_COUNT_TARGET, _TP_ALL_REDUCE_EVIDENCE, _ROUTING)
+def _detect_overwritten_rank_token_count(source: DeclaredDefinitions) -> Presence:
     """Return whether a count is summed over ranks in place and then read as the rank's own count."""
-    count, reduce = source[_COUNT_TOKENS], source[_REDUCE_IN_PLACE]
+    count, reduce = source[_EXPERT_TOKEN_COUNT_TARGET], source[_TP_ALL_REDUCE_EVIDENCE]
     if count is None:
         routing = source[_ROUTING]
         return Presence.from_matches(absent=routing and "padding_mask" not in routing.parameters)
@@ -170,10 +174,10 @@ def _overwrites_own_count(source: SourceEvidence) -> Presence:
     return Presence.from_matches(is_reread, absent=len(read) == 1)
 
 
-@detect_in_source(_GLOBAL_AUX_LOSS, _ROUTING)
-def _divides_by_last_microbatch_tokens(source: SourceEvidence) -> Presence:
+@detect_in_source(_GLOBAL_AUX_LOSS_TARGET, _ROUTING)
+def _divides_by_last_microbatch_tokens(source: DeclaredDefinitions) -> Presence:
     """Return whether micro-batches add up the experts' counts, and not the count of tokens."""
-    loss = source[_GLOBAL_AUX_LOSS]
+    loss = source[_GLOBAL_AUX_LOSS_TARGET]
     if loss is None:
         return Presence.from_matches(absent=source[_ROUTING])
     summed = {ast.unparse(node.target) for node in loss.iter_nodes(ast.AugAssign)}
@@ -181,10 +185,10 @@ def _divides_by_last_microbatch_tokens(source: SourceEvidence) -> Presence:
     return Presence.from_matches(known and loss.find_calls("switch_load_balancing_loss_func"))
 
 
-@detect_in_source(_PREPROCESS, mtp.MODEL_FORWARD)
-def _scatters_mask_only_with_embedding(source: SourceEvidence) -> Presence:
+@detect_in_source(_GPT_PREPROCESS, mtp.MODEL_FORWARD)
+def _scatters_mask_only_with_embedding(source: DeclaredDefinitions) -> Presence:
     """Return whether only the stage with the embedding scatters the padding mask."""
-    prepared = source[_PREPROCESS]
+    prepared = source[_GPT_PREPROCESS]
     if prepared is None or "padding_mask" not in prepared.parameters:
         older = source[mtp.MODEL_FORWARD]
         return Presence.from_matches(absent=older and "padding_mask" not in older.identifiers)
@@ -202,7 +206,7 @@ def _scatters_mask_only_with_embedding(source: SourceEvidence) -> Presence:
 PATCHES = (
     Patch(
         id="balancing-per-token-ranks",
-        replacements=_replace_loss_scale("scale_token_losses_over_ranks"),
+        replacements=_build_forward_step_replacements("scale_token_losses_over_ranks"),
         why=(
             "With calculate_per_token_loss, the gradients of the experts' balancing loss and z-loss are "
             "divided by the number of tensor- and context-parallel ranks. At TP2 or CP2 their coefficients "
@@ -220,7 +224,7 @@ PATCHES = (
     ),
     Patch(
         id="balancing-mean-context-parallel",
-        replacements=_replace_loss_scale("scale_mean_losses_over_context"),
+        replacements=_build_forward_step_replacements("scale_mean_losses_over_context"),
         why=(
             "Without calculate_per_token_loss, the gradients of the experts' balancing loss and z-loss are "
             "divided by the number of context-parallel ranks. At CP2 their coefficients count half, and no "
@@ -231,11 +235,11 @@ PATCHES = (
         range="<0.16",
         when=_BALANCING_FEATURES | {"cp"},
         assumes="a mean loss: calculate_per_token_loss is off",
-        defect=_ignores_context_ranks,
+        defect=_detect_cp_unaware_loss_scale,
     ),
     Patch(
         id="balancing-per-token-rows",
-        replacements=(Replacement(_SEQ_AUX_LOSS, "moe:scale_by_sequences"),),
+        replacements=(Replacement(_SEQ_AUX_LOSS, "moe:scale_token_count_by_batch"),),
         why=(
             "With calculate_per_token_loss, the balancing loss over sequences (seq_aux_loss) is divided by "
             "the number of rows of a micro-batch. No error is raised."
@@ -244,8 +248,8 @@ PATCHES = (
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",
         range=">=0.16,<0.19",
         when=_BALANCING_FEATURES,
-        assumes=NO_ASSUMPTION,
-        defect=_weighs_one_sequence,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_weight_missing_batch_size,
     ),
     Patch(
         id="expert-bias-counts",
@@ -258,7 +262,7 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#7081",
         range="",
         when=frozenset({"expert-bias", "bf16"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_counts_in_bf16,
     ),
     Patch(
@@ -273,12 +277,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
         range=">=0.16",
         when=frozenset({"moe", "expert-bias", "padding-mask"}),
-        assumes=NO_ASSUMPTION,
-        defect=_mixes_mask_shapes,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_unbroadcast_padding_mask,
     ),
     Patch(
         id="padding-mask-own-count",
-        replacements=(build_signature_replacement(_TENSOR_PARALLEL_SUM, "moe:sum_copy"),),
+        replacements=(build_signature_replacement(_TP_REGION_REDUCE_TARGET, "moe:clone_before_all_reduce"),),
         why=(
             "With a padding mask and calculate_per_token_loss, the gradient of the balancing loss is tp x "
             "cp times too large. The reason: the rank's own count of tokens is overwritten with the sum "
@@ -292,13 +296,13 @@ PATCHES = (
             "below 0.19 the loss of a rank is scaled to the tokens of all tp x cp ranks: there the defect"
             " makes up for a missing scale in sequence-parallel jobs"
         ),
-        defect=_overwrites_own_count,
+        defect=_detect_overwritten_rank_token_count,
     ),
     Patch(
         id="global-aux-loss-tokens",
         replacements=(
-            build_signature_replacement(_GLOBAL_AUX_LOSS, "moe:mark_global_balancing_loss"),
-            Replacement(_BALANCING_LOSS, "moe:rescale_global_loss_counts"),
+            build_signature_replacement(_GLOBAL_AUX_LOSS_TARGET, "moe:enable_global_loss_rescaling"),
+            Replacement(_SWITCH_BALANCING_LOSS_TARGET, "moe:rescale_global_loss_counts"),
         ),
         why=(
             "The global balancing loss depends on how the tokens are divided into micro-batches. Therefore "
@@ -309,7 +313,7 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
         range=">=0.15",
         when=frozenset({"moe", "global-aux-loss"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_divides_by_last_microbatch_tokens,
     ),
 )
@@ -317,7 +321,7 @@ TRAPS = (
     Trap(
         id="balancing-of-prompts",
         range="",
-        defect=_weighs_by_all_tokens,
+        defect=_detect_unlearned_tokens_in_weight,
         when=_BALANCING_FEATURES | {"per-token-loss"},
         why=(
             "Under a loss per token the weights of the experts' balancing loss and z-loss are too large,"

@@ -2,10 +2,10 @@
 
 import ast
 
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 from bundle.patches.entry import (
-    MEGATRONS_TIED_HEAD,
-    NO_ASSUMPTION,
+    MEGATRON_TIED_HEAD_FEATURE,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -16,35 +16,39 @@ from bundle.patches.entry import (
     detect_in_source,
 )
 
-_CHECKPOINTING = "megatron.core.dist_checkpointing"
-_WRITE = f"{_CHECKPOINTING}.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
-_COMMON = f"{_CHECKPOINTING}.strategies.common"
-_LOAD_FUNCTIONS = (
-    f"{_COMMON}:load_common",
-    f"{_COMMON}:TorchCommonLoadStrategy.load_common",
-    f"{_COMMON}:TorchCommonLoadStrategy.load_sharded_objects",
+_DIST_CHECKPOINTING_PACKAGE = "megatron.core.dist_checkpointing"
+_WRITE_PRELOADED_DATA_TARGET = (
+    f"{_DIST_CHECKPOINTING_PACKAGE}.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
 )
-_COUNTING_NAMES = {  # the modules that count elements with numpy, and the functions
+_COMMON_STRATEGIES_MODULE = f"{_DIST_CHECKPOINTING_PACKAGE}.strategies.common"
+_COMMON_STRATEGY_LOAD_TARGETS = (
+    f"{_COMMON_STRATEGIES_MODULE}:load_common",
+    f"{_COMMON_STRATEGIES_MODULE}:TorchCommonLoadStrategy.load_common",
+    f"{_COMMON_STRATEGIES_MODULE}:TorchCommonLoadStrategy.load_sharded_objects",
+)
+_NP_PRODUCT_CALLERS_BY_MODULE = {  # the modules that count elements with numpy, and the functions
     "mapping": "ShardedTensor.local_coordinates",
     "validation": "_validate_sharding_for_key_flattened",
     "exchange_utils": "_shard_size",
 }
-_COUNTING_FUNCTIONS = tuple(f"{_CHECKPOINTING}.{module}:{name}" for module, name in _COUNTING_NAMES.items())
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-_STATE = f"{_OPTIMIZER}.sharded_state_dict"
-_RESHARDABLE_STATE = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
-_LOAD_STATE = f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable"
-_GATHER_STATE = f"{_OPTIMIZER}.get_parameter_state_dp_zero"
-_SET_STATE = f"{_OPTIMIZER}._set_main_param_and_optimizer_states"
-_VALIDATE_METADATA = f"{_CHECKPOINTING}.mapping:ShardedTensor.validate_metadata_integrity"
-_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel.__init__"
-_LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
-_TIE_EMBEDDINGS = f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict"
-_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+_NP_PRODUCT_CALLER_TARGETS = tuple(
+    f"{_DIST_CHECKPOINTING_PACKAGE}.{module}:{name}" for module, name in _NP_PRODUCT_CALLERS_BY_MODULE.items()
+)
+_DISTRIBUTED_OPTIMIZER_CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_OPTIMIZER_SHARDED_STATE_DICT = f"{_DISTRIBUTED_OPTIMIZER_CLASS}.sharded_state_dict"
+_DP_RESHARDABLE_PARAM_STATE = f"{_DISTRIBUTED_OPTIMIZER_CLASS}.sharded_param_state_dp_reshardable"
+_DP_RESHARDABLE_LOAD_TARGET = f"{_DISTRIBUTED_OPTIMIZER_CLASS}.load_parameter_state_from_dp_reshardable"
+_GATHER_STATE = f"{_DISTRIBUTED_OPTIMIZER_CLASS}.get_parameter_state_dp_zero"
+_SET_OPTIMIZER_STATES_TARGET = f"{_DISTRIBUTED_OPTIMIZER_CLASS}._set_main_param_and_optimizer_states"
+_VALIDATE_METADATA = f"{_DIST_CHECKPOINTING_PACKAGE}.mapping:ShardedTensor.validate_metadata_integrity"
+_GPT_MODEL_INIT = "megatron.core.models.gpt.gpt_model:GPTModel.__init__"
+_LANGUAGE_MODULE_CLASS = "megatron.core.models.common.language_module.language_module:LanguageModule"
+_TIE_EMBEDDINGS = f"{_LANGUAGE_MODULE_CLASS}.tie_embeddings_and_output_weights_state_dict"
+_MEGATRON_FSDP_INIT = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 
-@detect_in_definitions(_WRITE)
-def _omits_format(write: Definition) -> Presence:
+@detect_in_definitions(_WRITE_PRELOADED_DATA_TARGET)
+def _detect_missing_serialization_format(write: Definition) -> Presence:
     """Return whether an item is written with the five arguments that torch wanted before 2.8."""
     calls = write.find_calls("_write_item")
     if not calls:
@@ -55,26 +59,26 @@ def _omits_format(write: Definition) -> Presence:
     return Presence.from_matches((plain or starred) and not named, absent=named)
 
 
-@detect_in_source(*_COUNTING_FUNCTIONS)
-def _uses_numpy_product(source: SourceEvidence) -> Presence:
+@detect_in_source(*_NP_PRODUCT_CALLER_TARGETS)
+def _uses_numpy_product(source: DeclaredDefinitions) -> Presence:
     """Return whether elements are counted by `numpy.product`, which numpy 2 does not have."""
-    counting = source.find_existing(*_COUNTING_FUNCTIONS)
+    counting = source.find_existing(*_NP_PRODUCT_CALLER_TARGETS)
     removed = any(code.find_calls("product") for code in counting)
     return Presence.from_matches(removed, absent=any(code.find_calls("prod") for code in counting))
 
 
-@detect_in_source(*_LOAD_FUNCTIONS)
-def _loads_unrestricted(source: SourceEvidence) -> Presence:
+@detect_in_source(*_COMMON_STRATEGY_LOAD_TARGETS)
+def _loads_unrestricted(source: DeclaredDefinitions) -> Presence:
     """Return whether one of the loads lets torch run any code that the file holds."""
     flags = [
-        _read_flag(call, "weights_only")
-        for code in source.find_existing(*_LOAD_FUNCTIONS)
+        _read_flag_defaulting_true(call, "weights_only")
+        for code in source.find_existing(*_COMMON_STRATEGY_LOAD_TARGETS)
         for call in code.find_calls("load")
     ]
     return Presence.from_matches(False in flags, absent=bool(flags) and None not in flags)
 
 
-def _read_flag(call: ast.Call, name: str) -> bool | None:
+def _read_flag_defaulting_true(call: ast.Call, name: str) -> bool | None:
     """Return the value that a call passes for a flag whose default is True; None where it cannot be read."""
     for keyword in call.keywords:
         if keyword.arg is None:
@@ -85,10 +89,12 @@ def _read_flag(call: ast.Call, name: str) -> bool | None:
     return True
 
 
-@detect_in_definitions(_STATE, _VALIDATE_METADATA)
-def _refuses_default(state: Definition, checked: Definition) -> Presence:
+@detect_in_definitions(_OPTIMIZER_SHARDED_STATE_DICT, _VALIDATE_METADATA)
+def _detect_refused_default_sharding(state: Definition, checked: Definition) -> Presence:
     """Return whether the default form makes shards of flat ranges, and such shards are refused."""
-    refusing = {ast.unparse(node.test) for node in checked.iter_nodes(ast.If) if _only_raises(node)}
+    refusing = {
+        ast.unparse(node.test) for node in checked.iter_nodes(ast.If) if _is_unsupported_error_branch(node)
+    }
     if "self.flattened_range is not None" not in refusing:
         is_mentioned = any("flattened_range" in ast.unparse(node) for node in checked.iter_nodes(ast.Raise))
         return Presence.from_matches(absent=not is_mentioned and "has_flattened_range" not in refusing)
@@ -102,34 +108,43 @@ def _refuses_default(state: Definition, checked: Definition) -> Presence:
     return Presence.from_bool("fully_sharded_model_space" in defaults)
 
 
-def _only_raises(branch: ast.If) -> bool:
+def _is_unsupported_error_branch(branch: ast.If) -> bool:
     """Return whether the branch does nothing but raise an error that says "not supported"."""
     (only, *rest) = branch.body
     return not rest and isinstance(only, ast.Raise) and "not supported" in ast.unparse(only)
 
 
-@detect_in_source(_STATE, _RESHARDABLE_STATE, _LOAD_STATE, _SET_STATE)
-def _overwrites_loaded_steps(source: SourceEvidence) -> Presence:
+@detect_in_source(
+    _OPTIMIZER_SHARDED_STATE_DICT,
+    _DP_RESHARDABLE_PARAM_STATE,
+    _DP_RESHARDABLE_LOAD_TARGET,
+    _SET_OPTIMIZER_STATES_TARGET,
+)
+def _overwrites_loaded_steps(source: DeclaredDefinitions) -> Presence:
     """Return whether shards keep a rank's own step, and loading copies that step over the loaded one."""
-    shards, load, set_states = source[_RESHARDABLE_STATE], source[_LOAD_STATE], source[_SET_STATE]
+    shards, load, set_states = (
+        source[_DP_RESHARDABLE_PARAM_STATE],
+        source[_DP_RESHARDABLE_LOAD_TARGET],
+        source[_SET_OPTIMIZER_STATES_TARGET],
+    )
     if shards is None or load is None:
-        return Presence.from_matches(absent=source[_STATE] is not None)
+        return Presence.from_matches(absent=source[_OPTIMIZER_SHARDED_STATE_DICT] is not None)
     if set_states is None:
         return Presence.UNKNOWN
     if not shards.has_string("step"):
         return Presence.ABSENT  # to 0.15 a step cannot be saved
-    if shards.has("if key == 'step':\n    continue"):
+    if shards.has_pattern("if key == 'step':\n    continue"):
         return Presence.ABSENT  # it is saved with the state common to all ranks
-    keeps_step = shards.has(
+    keeps_step = shards.has_pattern(
         "if key == 'step':\n    tensors[key] = LocalNonpersistentObject(tensors[key])\n    continue"
     )
-    if not keeps_step or not set_states.has("dst_tensors[key].copy_(tensors[key])"):
+    if not keeps_step or not set_states.has_pattern("dst_tensors[key].copy_(tensors[key])"):
         return Presence.UNKNOWN
     return Presence.from_bool(not load.has_string("step") and not set_states.has_string("step"))
 
 
 @detect_in_definitions(_GATHER_STATE)
-def _gathers_whole_buckets(gather: Definition) -> Presence:
+def _detect_device_bucket_gather(gather: Definition) -> Presence:
     """Return whether the shares of all ranks are gathered on the device, one bucket at a time."""
     devices = {"'cpu' if use_gloo_comm else torch.cuda.current_device()"}
     is_sent = "send_tensor.cuda()" in gather.find_assigned_values("send_tensor")
@@ -138,15 +153,15 @@ def _gathers_whole_buckets(gather: Definition) -> Presence:
     return Presence.from_matches(is_sent and is_received, absent=on_host_alone)
 
 
-@detect_in_definitions(_FSDP, required_module=_FSDP)
+@detect_in_definitions(_MEGATRON_FSDP_INIT, required_module=_MEGATRON_FSDP_INIT)
 def _numbers_layers_by_stage(init: Definition) -> Presence:
     """Return whether layers are saved under the numbers that they have in their stage."""
     saving = "self.module.state_dict_for_save_checkpoint"
     return Presence.from_matches(init.find_assigned_values(saving) == {"self.module.state_dict"})
 
 
-@detect_in_definitions(_TIE_EMBEDDINGS, _MODEL)
-def _refuses_tied_head(ties: Definition, model: Definition) -> Presence:
+@detect_in_definitions(_TIE_EMBEDDINGS, _GPT_MODEL_INIT)
+def _detect_refused_mtp_tied_head(ties: Definition, model: Definition) -> Presence:
     """Return whether a stage with MTP may not have a head of its own, and the model allocates one there."""
     asserts = len(tuple(ties.iter_nodes(ast.Assert)))
     classes = ("ColumnParallelLinear", "output_layer_cls")
@@ -163,21 +178,25 @@ def _refuses_tied_head(ties: Definition, model: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
-        replacements=(build_signature_replacement(_WRITE, "checkpoints:pass_serialization_format"),),
+        replacements=(
+            build_signature_replacement(
+                _WRITE_PRELOADED_DATA_TARGET, "checkpoints:pass_serialization_format"
+            ),
+        ),
         why="Saving fails with torch 2.8 and later, where _write_item has one more argument.",
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6322",
         range="<0.13",
         requires=(("torch", ">=2.8"),),
         when=frozenset({"distributed-checkpoint"}),
-        assumes=NO_ASSUMPTION,
-        defect=_omits_format,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_missing_serialization_format,
     ),
     Patch(
         id="dist-checkpoint-numpy-product",
         replacements=tuple(
-            Replacement(f"{_CHECKPOINTING}.{module}:np", "checkpoints:with_product")
-            for module in _COUNTING_NAMES
+            Replacement(f"{_DIST_CHECKPOINTING_PACKAGE}.{module}:np", "checkpoints:restore_numpy_product")
+            for module in _NP_PRODUCT_CALLERS_BY_MODULE
         ),
         why="The first checkpoint fails with numpy 2: module 'numpy' has no attribute 'product'.",
         kind=DefectKind.ERROR,
@@ -185,14 +204,14 @@ PATCHES = (
         range="<0.16",
         requires=(("numpy", ">=2"),),
         when=frozenset({"distributed-checkpoint"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_uses_numpy_product,
     ),
     Patch(
         id="restricted-unpickle",
         replacements=tuple(
             build_signature_replacement(load, "checkpoints:unpickle_data_only", optional=True)
-            for load in _LOAD_FUNCTIONS
+            for load in _COMMON_STRATEGY_LOAD_TARGETS
         ),
         why="Loading a checkpoint executes any code in its common state.",
         kind=DefectKind.SILENT,
@@ -210,7 +229,7 @@ PATCHES = (
     ),
     Patch(
         id="optimizer-checkpoint-default",
-        replacements=(Replacement(_STATE, "checkpoints:default_to_reshardable"),),
+        replacements=(Replacement(_OPTIMIZER_SHARDED_STATE_DICT, "checkpoints:default_to_reshardable"),),
         why=(
             "Saving the optimizer fails if its form is not set. The default, fully_sharded_model_space,"
             " makes shards of flat ranges, which are refused."
@@ -220,11 +239,11 @@ PATCHES = (
         range=">=0.16",
         when=frozenset({"optimizer-default-sharding"}),
         assumes="a form that is set, in metadata or as sharding_type, is intended",
-        defect=_refuses_default,
+        defect=_detect_refused_default_sharding,
     ),
     Patch(
         id="dp-reshardable-steps",
-        replacements=(Replacement(_LOAD_STATE, "checkpoints:keep_loaded_steps"),),
+        replacements=(Replacement(_DP_RESHARDABLE_LOAD_TARGET, "checkpoints:keep_loaded_steps"),),
         why=(
             "After a resume from an optimizer checkpoint by buckets (dp_reshardable), Adam counts its"
             " steps from the start again. This happens without Transformer Engine's Adam, or with the"
@@ -234,7 +253,7 @@ PATCHES = (
         upstream="NovaSky-AI/SkyRL#1403",
         range=">=0.16",
         when=frozenset({"dp-reshardable"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_overwrites_loaded_steps,
     ),
     Patch(
@@ -250,15 +269,17 @@ PATCHES = (
         range=">=0.15",
         when=frozenset({"distributed-checkpoint"}),
         assumes="the shards are on the host and are gathered by torch.distributed.all_gather",
-        defect=_gathers_whole_buckets,
+        defect=_detect_device_bucket_gather,
     ),
 )
 TRAPS = (
     Trap(
         id="tied-mtp-checkpoint",
         range="",
-        defect=_refuses_tied_head,
-        when=frozenset({"mtp", "tied-embeddings", "pp", "distributed-checkpoint", MEGATRONS_TIED_HEAD}),
+        defect=_detect_refused_mtp_tied_head,
+        when=frozenset(
+            {"mtp", "tied-embeddings", "pp", "distributed-checkpoint", MEGATRON_TIED_HEAD_FEATURE}
+        ),
         why="No checkpoint can be saved: the first one ends in an AssertionError.",
         cause=(
             "LanguageModule asserts that the last stage has no output_layer.weight where MTP has a copy of "

@@ -2,10 +2,10 @@
 
 import ast
 
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 from bundle.patches.entry import (
-    LOCAL_LAYERS,
-    NO_ASSUMPTION,
+    LOCAL_LAYER_BACKENDS,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -17,19 +17,19 @@ from bundle.patches.entry import (
 )
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
-_QUERY_KEY_VALUE = f"{_MODULE}:MLASelfAttention.get_query_key_value_tensors"
+_QUERY_KEY_VALUE_TARGET = f"{_MODULE}:MLASelfAttention.get_query_key_value_tensors"
 _FORWARD = f"{_MODULE}:MultiLatentAttention.forward"
 _RUN_ATTENTION = f"{_MODULE}:MultiLatentAttention._run_core_attention"
-_PREPARE_VALUE = f"{_MODULE}:_prepare_mla_core_attention_value"
-_SELF_ATTENTION_INIT = f"{_MODULE}:MLASelfAttention.__init__"
+_PREPARE_VALUE_TARGET = f"{_MODULE}:_prepare_mla_core_attention_value"
+_MLA_INIT_TARGET = f"{_MODULE}:MLASelfAttention.__init__"
 _TE_LINEAR = f"{_MODULE}:TELinear"
 _RESOLVE_QK_NORM = (
     "megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver._resolve_mla_qk_layernorm"
 )
-_FINALIZE = "megatron.core.distributed.finalize_model_grads"
-_ALLREDUCE_GRADS = f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads"
-_ALLREDUCE_NORM_GRADS = f"{_FINALIZE}:_allreduce_layernorm_grads"  # to 0.12
-_KEY_FUNCTIONS = {  # functions that rotary keys go through; only the gather sums over ranks
+_FINALIZE_GRADS_MODULE = "megatron.core.distributed.finalize_model_grads"
+_NON_TP_GRAD_ALLREDUCE_TARGET = f"{_FINALIZE_GRADS_MODULE}:_allreduce_non_tensor_model_parallel_grads"
+_ALLREDUCE_NORM_GRADS = f"{_FINALIZE_GRADS_MODULE}:_allreduce_layernorm_grads"  # to 0.12
+_ROTARY_KEY_PATH_CALLS = {  # functions that rotary keys go through; only the gather sums over ranks
     "split",
     "squeeze",
     "unsqueeze",
@@ -40,41 +40,43 @@ _KEY_FUNCTIONS = {  # functions that rotary keys go through; only the gather sum
 }
 
 
-@detect_in_definitions(_QUERY_KEY_VALUE)
-def _mishandles_packs(heads: Definition) -> Presence:
+@detect_in_definitions(_QUERY_KEY_VALUE_TARGET)
+def _detect_incomplete_packed_qkv(heads: Definition) -> Presence:
     """Return whether one of three parts is missing.
 
     The parts are: padded boundaries, YaRN's whole table, and that this table stays whole.
     """
-    if not heads.has("cu_seqlens_q = packed_seq_params.cu_seqlens_q"):
+    if not heads.has_pattern("cu_seqlens_q = packed_seq_params.cu_seqlens_q"):
         return Presence.UNKNOWN
-    padded = heads.has("cu_seqlens_q = packed_seq_params.cu_seqlens_q_padded")
+    padded = heads.has_pattern("cu_seqlens_q = packed_seq_params.cu_seqlens_q_padded")
     if not padded and "cu_seqlens_q_padded" in heads.identifiers:
         return Presence.UNKNOWN
-    keeps_table = heads.has("_ or self.config.context_parallel_size == 1")
+    keeps_table = heads.has_pattern("_ or self.config.context_parallel_size == 1")
     return Presence.from_matches(
-        not padded or heads.has("self.rotary_pos_emb(rotary_seq_len)"), absent=keeps_table
+        not padded or heads.has_pattern("self.rotary_pos_emb(rotary_seq_len)"), absent=keeps_table
     )
 
 
-@detect_in_source(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE, _QUERY_KEY_VALUE)
-def _keeps_value_width(source: SourceEvidence) -> Presence:
+@detect_in_source(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE_TARGET, _QUERY_KEY_VALUE_TARGET)
+def _keeps_value_width(source: DeclaredDefinitions) -> Presence:
     """Return whether values go into core attention without padding to another width."""
-    codes = source.find_existing(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE)
-    if any(code.has("value = F.pad(value, _)") for code in codes):
+    codes = source.find_existing(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE_TARGET)
+    if any(code.has_pattern("value = F.pad(value, _)") for code in codes):
         return Presence.ABSENT
     # Padding elsewhere: the values that the wrapper would cut may be cut already.
-    is_padded = any(code.find_calls("pad") for code in (*codes, *source.find_existing(_QUERY_KEY_VALUE)))
+    is_padded = any(
+        code.find_calls("pad") for code in (*codes, *source.find_existing(_QUERY_KEY_VALUE_TARGET))
+    )
     return Presence.from_matches(not is_padded and any(code.find_calls("core_attention") for code in codes))
 
 
-@detect_in_source(_SELF_ATTENTION_INIT, _TE_LINEAR)
-def _requires_te_linear(source: SourceEvidence) -> Presence:
+@detect_in_source(_MLA_INIT_TARGET, _TE_LINEAR)
+def _requires_te_linear(source: DeclaredDefinitions) -> Presence:
     """Return whether the down projections' class must be in a list with TELinear, which may be None."""
-    init = source[_SELF_ATTENTION_INIT]
+    init = source[_MLA_INIT_TARGET]
     if init is None or not init.find_calls("build_module"):
         return Presence.UNKNOWN
-    if init.has("submodules.linear_kv_down_proj in [TELinear]"):
+    if init.has_pattern("submodules.linear_kv_down_proj in [TELinear]"):
         return Presence.from_matches(source.find_bindings(_TE_LINEAR))
     built = [call for call in init.find_calls("build_module") if call.args]
     checks_class = (
@@ -84,62 +86,65 @@ def _requires_te_linear(source: SourceEvidence) -> Presence:
     return Presence.from_matches(absent=gathered and not checks_class)
 
 
-@detect_in_source(_RESOLVE_QK_NORM, _SELF_ATTENTION_INIT)
-def _forces_query_norm(source: SourceEvidence) -> Presence:
+@detect_in_source(_RESOLVE_QK_NORM, _MLA_INIT_TARGET)
+def _forces_query_norm(source: DeclaredDefinitions) -> Presence:
     """Return whether an uncompressed query projection gets a norm, whatever the spec says."""
-    resolve, init = source[_RESOLVE_QK_NORM], source[_SELF_ATTENTION_INIT]
+    resolve, init = source[_RESOLVE_QK_NORM], source[_MLA_INIT_TARGET]
     if resolve is not None:
         folding = "self._mla_fused_linear_or_default(self.submodules.linear_q_proj, 'linear_q_proj')"
-        return Presence.from_matches(resolve.has(folding))
+        return Presence.from_matches(resolve.has_pattern(folding))
     plain = [] if init is None else init.find_calls("build_module")
     uses_spec = any(call.args and ast.unparse(call.args[0]) == "submodules.linear_q_proj" for call in plain)
     return Presence.from_matches(absent=uses_spec)
 
 
-@detect_in_definitions(_QUERY_KEY_VALUE)
-def _gathers_whole_keys(heads: Definition) -> Presence:
+@detect_in_definitions(_QUERY_KEY_VALUE_TARGET)
+def _detect_replicated_rotary_key_gather(heads: Definition) -> Presence:
     """Return whether rotary keys are gathered from ranks that hold the whole keys already."""
     if "gather_from_sequence_parallel_region" not in heads.identifiers:
         return Presence.UNKNOWN
     sizes = ("parallel_state.get_tensor_model_parallel_world_size() > 1", "get_pg_size(self.tp_group) > 1")
-    if any(heads.has(f"{size} and self.config.sequence_parallel") for size in sizes):
+    if any(heads.has_pattern(f"{size} and self.config.sequence_parallel") for size in sizes):
         return Presence.ABSENT
     gather = "k_pos_emb = gather_from_sequence_parallel_region(...)"
-    return Presence.from_matches(any(heads.has(f"if {size}:\n    {gather}") for size in sizes))
+    return Presence.from_matches(any(heads.has_pattern(f"if {size}:\n    {gather}") for size in sizes))
 
 
 # Where whole keys are gathered, latent attention fails before it has a gradient.
-_AFTER_EARLIER_FAILURE = {Presence.PRESENT: Presence.ABSENT, Presence.UNKNOWN: Presence.UNKNOWN}
+_PRESENCE_BY_GATHER_PRESENCE = {Presence.PRESENT: Presence.ABSENT, Presence.UNKNOWN: Presence.UNKNOWN}
 
 
-@detect_in_source(_QUERY_KEY_VALUE)
-def _skips_key_gradient_sum(source: SourceEvidence) -> Presence:
+@detect_in_source(_QUERY_KEY_VALUE_TARGET)
+def _skips_key_gradient_sum(source: DeclaredDefinitions) -> Presence:
     """Return whether each rank's heads give the rotary key a gradient that nothing sums over the ranks."""
-    heads, gathered = source[_QUERY_KEY_VALUE], _gathers_whole_keys(source)
-    if heads is None or gathered in _AFTER_EARLIER_FAILURE:
-        return _AFTER_EARLIER_FAILURE[gathered]
-    summed = heads.has("k_pos_emb = copy_to_tensor_model_parallel_region(...)")
-    producers = {_parse_function_name(value) for value in heads.find_assigned_values("k_pos_emb")}
-    return Presence.from_matches(not summed and producers <= _KEY_FUNCTIONS, absent=summed)
+    heads, gathered = source[_QUERY_KEY_VALUE_TARGET], _detect_replicated_rotary_key_gather(source)
+    if heads is None or gathered in _PRESENCE_BY_GATHER_PRESENCE:
+        return _PRESENCE_BY_GATHER_PRESENCE[gathered]
+    summed = heads.has_pattern("k_pos_emb = copy_to_tensor_model_parallel_region(...)")
+    producers = {_parse_unqualified_callee_name(value) for value in heads.find_assigned_values("k_pos_emb")}
+    return Presence.from_matches(not summed and producers <= _ROTARY_KEY_PATH_CALLS, absent=summed)
 
 
-def _parse_function_name(value: str) -> str:
+def _parse_unqualified_callee_name(value: str) -> str:
     """Return the name of the function or method whose result a value is; "" where it is not a call."""
     call = ast.parse(value, mode="eval").body
     name = call.func if isinstance(call, ast.Call) else None
     return name.id if isinstance(name, ast.Name) else getattr(name, "attr", "")
 
 
-@detect_in_source(_QUERY_KEY_VALUE, _ALLREDUCE_GRADS, _ALLREDUCE_NORM_GRADS)
-def _sums_norm_by_name(source: SourceEvidence) -> Presence:
+@detect_in_source(_QUERY_KEY_VALUE_TARGET, _NON_TP_GRAD_ALLREDUCE_TARGET, _ALLREDUCE_NORM_GRADS)
+def _sums_norm_by_name(source: DeclaredDefinitions) -> Presence:
     """Return whether a norm is summed over the ranks because its name is q_layernorm, as of single heads."""
-    sums, gathered = source[_ALLREDUCE_GRADS] or source[_ALLREDUCE_NORM_GRADS], _gathers_whole_keys(source)
+    sums, gathered = (
+        source[_NON_TP_GRAD_ALLREDUCE_TARGET] or source[_ALLREDUCE_NORM_GRADS],
+        _detect_replicated_rotary_key_gather(source),
+    )
     if sums is None:
         return Presence.UNKNOWN
-    if gathered in _AFTER_EARLIER_FAILURE:
-        return _AFTER_EARLIER_FAILURE[gathered]
+    if gathered in _PRESENCE_BY_GATHER_PRESENCE:
+        return _PRESENCE_BY_GATHER_PRESENCE[gathered]
     either = "'q_layernorm' in name or 'k_layernorm' in name"
-    by_name = sums.has(f"config.qk_layernorm and ({either})") or sums.has(f"_ or {either}")
+    by_name = sums.has_pattern(f"config.qk_layernorm and ({either})") or sums.has_pattern(f"_ or {either}")
     told_apart = any("multi_latent" in name or "mla" in name.lower() for name in sums.identifiers)
     return Presence.from_matches(by_name and not told_apart)
 
@@ -148,11 +153,13 @@ PATCHES = (
     Patch(
         id="mla-packed-qkv",
         replacements=(
-            Replacement(_QUERY_KEY_VALUE, "mla:compute_packed_heads"),
-            build_signature_replacement(f"{_MODULE}:apply_rotary_pos_emb", "mla:apply_packed_rotary"),
+            Replacement(_QUERY_KEY_VALUE_TARGET, "mla:compute_packed_qkv"),
+            build_signature_replacement(
+                f"{_MODULE}:apply_rotary_pos_emb", "mla:rotate_packed_with_full_table"
+            ),
             build_signature_replacement(
                 "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
-                "mla:keep_full_table",
+                "mla:keep_full_rotary_table",
             ),
         ),
         why=(
@@ -165,7 +172,7 @@ PATCHES = (
         range="<0.14",
         when=frozenset({"mla", "packed"}),
         assumes=("padded boundaries, if any, are those of the whole pack, not yet cut for context parallel"),
-        defect=_mishandles_packs,
+        defect=_detect_incomplete_packed_qkv,
     ),
     Patch(
         id="mla-thd-value-padding",
@@ -181,7 +188,7 @@ PATCHES = (
         range="<0.18",
         backends=("cpu", "cuda"),  # npu_fusion_attention takes packed values that are narrower than keys
         when=frozenset({"mla", "packed", "unequal-head-dims", "attention-flash"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_keeps_value_width,
     ),
     Patch(
@@ -198,16 +205,16 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="found by comparing TP2 with one process",
         range=">=0.14",
-        backends=LOCAL_LAYERS,
+        backends=LOCAL_LAYER_BACKENDS,
         when=frozenset({"mla"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_requires_te_linear,
     ),
     Patch(
         id="mla-uncompressed-query-norm",
         replacements=(
             build_signature_replacement(
-                f"{_MODULE}:MLASelfAttention._resolve_qk_norm_config", "mla:drop_query_norm"
+                f"{_MODULE}:MLASelfAttention._resolve_qk_norm_config", "mla:drop_uncompressed_query_norm"
             ),
         ),
         why=(
@@ -219,12 +226,12 @@ PATCHES = (
         upstream="found by comparing releases with transformers",
         range=">=0.19",
         when=frozenset({"mla"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_forces_query_norm,
     ),
     Patch(
         id="mla-rotary-key-gradient",
-        replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:sum_rotary_key_gradient"),),
+        replacements=(build_signature_replacement(_MLA_INIT_TARGET, "mla:sum_rotary_key_gradient"),),
         why=(
             "In MLA, all heads share one rotary key. With tensor but without sequence parallelism, its "
             "gradient is not summed over the ranks. Therefore the down projection and the layers before it "
@@ -234,12 +241,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#6839 (open), #1699; NVIDIA/TransformerEngine#1975",
         range=">=0.14",
         when=frozenset({"mla", "tp"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_skips_key_gradient_sum,
     ),
     Patch(
         id="mla-query-norm-gradient",
-        replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:divide_query_norm_gradient"),),
+        replacements=(build_signature_replacement(_MLA_INIT_TARGET, "mla:divide_query_norm_gradient"),),
         why=(
             "Without sequence parallelism the gradient of the norm of compressed queries is too large by"
             " the number of tensor-parallel ranks. Each rank already has the full gradient, but the"
@@ -257,7 +264,7 @@ TRAPS = (
     Trap(
         id="mla-tensor-without-sequence-parallel",
         range="<0.14",
-        defect=_gathers_whole_keys,
+        defect=_detect_replicated_rotary_key_gather,
         when=frozenset({"mla", "tp"}),
         unless=frozenset({"sp"}),
         why="Latent attention fails over tensor-parallel ranks without sequence parallelism.",

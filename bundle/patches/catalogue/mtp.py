@@ -2,10 +2,10 @@
 
 import ast
 
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 from bundle.patches.entry import (
     MEGATRONS_MTP_LOSS,
-    NO_ASSUMPTION,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -18,98 +18,119 @@ from bundle.patches.entry import (
 from bundle.patches.syntax import find_matches
 
 MODULE = "megatron.core.transformer.multi_token_prediction"
-_GPT = "megatron.core.models.gpt.gpt_model"
-ROLL = f"{MODULE}:roll_tensor"
+_GPT_MODEL_MODULE = "megatron.core.models.gpt.gpt_model"
+ROLL_TENSOR = f"{MODULE}:roll_tensor"
 _ROLL_PACKED = f"{MODULE}:_roll_tensor_packed_seq"
 _LOSS = f"{MODULE}:process_mtp_loss"
-_POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
-MODEL_FORWARD = f"{_GPT}:GPTModel.forward"
-_BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
-_LOSS_FUNCTIONS = (_LOSS, _POSTPROCESS, MODEL_FORWARD, _BLOCK)  # where the loss has been computed
-_PACKED_BOUNDARIES = f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
+_POSTPROCESS = f"{_GPT_MODEL_MODULE}:GPTModel._postprocess"
+MODEL_FORWARD = f"{_GPT_MODEL_MODULE}:GPTModel.forward"
+_PREDICTION_BLOCK_FORWARD = (
+    f"{MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
+)
+_LOSS_COMPUTATION_TARGETS = (
+    _LOSS,
+    _POSTPROCESS,
+    MODEL_FORWARD,
+    _PREDICTION_BLOCK_FORWARD,
+)  # where the loss has been computed
+_PACKED_ROLL_CU_SEQLENS_TARGET = (
+    f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
+)
 LAYER = f"{MODULE}:MultiTokenPredictionLayer"
 LAYER_FORWARD = f"{LAYER}.forward"
 _EMBEDDINGS = f"{LAYER}._get_embeddings"
-_BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"
+_PREDICTION_BLOCK_FORWARD = f"{MODULE}:MultiTokenPredictionBlock.forward"
 _OLD_ROLL_PARAMETERS = {"tensor", "shifts", "dims"}  # the parameters of a roll to 0.13
-_KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
+_KNOWN_CONDITION_IDENTIFIERS = {
+    "self",
+    "mtp_process",
+    "mtp_in_postprocess",
+    "in_inference_mode",
+    "is_spec_decode",
+}
 
 
-@detect_in_source(ROLL, MODEL_FORWARD)
-def _rolls_within_rank(source: SourceEvidence) -> Presence:
+@detect_in_source(ROLL_TENSOR, MODEL_FORWARD)
+def _rolls_within_rank(source: DeclaredDefinitions) -> Presence:
     """Return whether a roll has no parameter for other ranks."""
-    roll = source[ROLL]
+    roll = source[ROLL_TENSOR]
     if roll is None:
-        return Presence.from_matches(absent=lacks_prediction(source))
+        return Presence.from_matches(absent=has_no_mtp_support(source))
     return Presence.from_matches(
         roll.parameters == _OLD_ROLL_PARAMETERS, absent="cp_group" in roll.parameters
     )
 
 
-def lacks_prediction(source: SourceEvidence) -> bool:
+def has_no_mtp_support(source: DeclaredDefinitions) -> bool:
     """Return whether the model has no multi-token prediction at all, as before 0.12."""
     model = source[MODEL_FORWARD]
     return (
-        model is not None and not source.has_module(ROLL) and not any("mtp" in n for n in model.identifiers)
+        model is not None
+        and not source.has_module(ROLL_TENSOR)
+        and not any("mtp" in n for n in model.identifiers)
     )
 
 
-@detect_in_source(ROLL, _ROLL_PACKED, _PACKED_BOUNDARIES)
-def _rolls_at_unpadded_boundaries(source: SourceEvidence) -> Presence:
+@detect_in_source(ROLL_TENSOR, _ROLL_PACKED, _PACKED_ROLL_CU_SEQLENS_TARGET)
+def _rolls_at_unpadded_boundaries(source: DeclaredDefinitions) -> Presence:
     """Return whether packs are rolled at their boundaries without padding."""
-    roll, codes = source[ROLL], source.find_existing(_ROLL_PACKED, _PACKED_BOUNDARIES)
+    roll, codes = source[ROLL_TENSOR], source.find_existing(_ROLL_PACKED, _PACKED_ROLL_CU_SEQLENS_TARGET)
     prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
     knows_none = not codes and roll is not None and "packed_seq_params" not in roll.parameters
     return Presence.from_matches(
         any(
-            code.has("cu_seqlens = packed_seq_params.cu_seqlens_q")
+            code.has_pattern("cu_seqlens = packed_seq_params.cu_seqlens_q")
             for code in source.find_existing(_ROLL_PACKED)
         ),
-        absent=knows_none or any(code.has(prefers) for code in codes),
+        absent=knows_none or any(code.has_pattern(prefers) for code in codes),
     )
 
 
-@detect_in_source(*_LOSS_FUNCTIONS)
-def _scales_by_local_counts(source: SourceEvidence) -> Presence:
+@detect_in_source(*_LOSS_COMPUTATION_TARGETS)
+def _scales_by_local_counts(source: DeclaredDefinitions) -> Presence:
     """Return whether the loss is scaled by two token counts, neither of which is summed over the ranks."""
     loss = source[_LOSS]
     if loss is None:  # the model, or the block of layers, divides by one count: no ratio
-        return Presence.from_matches(absent=_divides_loss(source))
+        return Presence.from_matches(absent=_has_loss_division_by_count(source))
     if "original_num_tokens" not in loss.identifiers:
-        return Presence.from_matches(absent=loss.has("_ / num_tokens"))
-    return Presence.from_matches(loss.has("original_num_tokens / _") and not loss.find_calls("all_reduce"))
-
-
-@detect_in_source(ROLL, *_LOSS_FUNCTIONS)
-def _divides_by_local_count(source: SourceEvidence) -> Presence:
-    """Return whether a depth's loss is divided only by the token count that one rank's roll returns."""
-    roll, loss = source[ROLL], source[_LOSS]
-    if roll is None:
-        return Presence.from_matches(absent=lacks_prediction(source))
-    if roll.parameters == _OLD_ROLL_PARAMETERS or (loss and "original_num_tokens" in loss.identifiers):
-        return Presence.ABSENT  # there is no count over ranks yet, or a ratio of two
-    counts = "cp_group" in roll.parameters and not roll.find_calls("all_reduce")
-    return Presence.from_matches(counts and _divides_loss(source))
-
-
-def _divides_loss(source: SourceEvidence) -> bool:
-    """Return whether one of the functions that compute the loss divides it by the count of its roll."""
-    return any(
-        p.find_calls("roll_tensor") and p.has("_ / num_tokens")
-        for p in source.find_existing(*_LOSS_FUNCTIONS)
+        return Presence.from_matches(absent=loss.has_pattern("_ / num_tokens"))
+    return Presence.from_matches(
+        loss.has_pattern("original_num_tokens / _") and not loss.find_calls("all_reduce")
     )
 
 
-@detect_in_source(ROLL, *_LOSS_FUNCTIONS)
-def _underweights_rolled_sum(source: SourceEvidence) -> Presence:
+@detect_in_source(ROLL_TENSOR, *_LOSS_COMPUTATION_TARGETS)
+def _divides_by_local_count(source: DeclaredDefinitions) -> Presence:
+    """Return whether a depth's loss is divided only by the token count that one rank's roll returns."""
+    roll, loss = source[ROLL_TENSOR], source[_LOSS]
+    if roll is None:
+        return Presence.from_matches(absent=has_no_mtp_support(source))
+    if roll.parameters == _OLD_ROLL_PARAMETERS or (loss and "original_num_tokens" in loss.identifiers):
+        return Presence.ABSENT  # there is no count over ranks yet, or a ratio of two
+    counts = "cp_group" in roll.parameters and not roll.find_calls("all_reduce")
+    return Presence.from_matches(counts and _has_loss_division_by_count(source))
+
+
+def _has_loss_division_by_count(source: DeclaredDefinitions) -> bool:
+    """Return whether one of the functions that compute the loss divides it by the count of its roll."""
+    return any(
+        p.find_calls("roll_tensor") and p.has_pattern("_ / num_tokens")
+        for p in source.find_existing(*_LOSS_COMPUTATION_TARGETS)
+    )
+
+
+@detect_in_source(ROLL_TENSOR, *_LOSS_COMPUTATION_TARGETS)
+def _underweights_rolled_sum(source: DeclaredDefinitions) -> Presence:
     """Return whether the sum over the tokens left after a roll is weighted as if no token were gone."""
     scaling = [
-        place for place in source.find_existing(*_LOSS_FUNCTIONS) if "MTPLossAutoScaler" in place.identifiers
+        place
+        for place in source.find_existing(*_LOSS_COMPUTATION_TARGETS)
+        if "MTPLossAutoScaler" in place.identifiers
     ]
     if not scaling:
-        return Presence.from_matches(absent=lacks_prediction(source))
-    weighted = all(p.has("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling)
-    plain = any(p.has("MTPLossAutoScaler.apply(_, mtp_loss_scale * mtp_loss)") for p in scaling)
+        return Presence.from_matches(absent=has_no_mtp_support(source))
+    weighted = all(p.has_pattern("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling)
+    plain = any(p.has_pattern("MTPLossAutoScaler.apply(_, mtp_loss_scale * mtp_loss)") for p in scaling)
     return Presence.from_matches(plain and not weighted, absent=weighted)
 
 
@@ -121,8 +142,8 @@ def _runs_for_zero_layers(model: Definition) -> Presence:
     mentioned = set(find_matches("self.config.mtp_num_layers", model.walk()))
     # outside the gate the number may be checked in a way that is not recognised here
     return Presence.from_matches(
-        model.has("self.config.mtp_num_layers is not None"),
-        absent=mentioned <= gated | _collect_conditions(model),
+        model.has_pattern("self.config.mtp_num_layers is not None"),
+        absent=mentioned <= gated | _collect_branch_conditions(model),
     )
 
 
@@ -136,37 +157,37 @@ def _split_conjunction(test: ast.expr) -> list[ast.expr]:
     return list(test.values) if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
 
 
-def _collect_conditions(model: Definition) -> set[ast.AST]:
+def _collect_branch_conditions(model: Definition) -> set[ast.AST]:
     """Return the expressions of which only the truth counts: the conditions of branches."""
     branches: list[ast.If | ast.IfExp] = [*model.iter_nodes(ast.If), *model.iter_nodes(ast.IfExp)]
     return {condition for branch in branches for condition in _split_conjunction(branch.test)}
 
 
-@detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL)
-def _runs_without_labels(source: SourceEvidence) -> Presence:
+@detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL_TENSOR)
+def _runs_without_labels(source: DeclaredDefinitions) -> Presence:
     """Return whether the MTP block is called without a check for labels, and none are derived."""
-    return Presence.ABSENT if _derives_labels(source) else _calls_without_labels(source)
+    return Presence.ABSENT if _derives_labels_from_input(source) else _calls_without_labels(source)
 
 
-@detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL)
-def _trains_on_the_input(source: SourceEvidence) -> Presence:
+@detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL_TENSOR)
+def _trains_on_derived_labels(source: DeclaredDefinitions) -> Presence:
     """Return whether the MTP block is called without a check for labels, which are derived from the input."""
-    return _calls_without_labels(source) if _derives_labels(source) else Presence.ABSENT
+    return _calls_without_labels(source) if _derives_labels_from_input(source) else Presence.ABSENT
 
 
-def _derives_labels(source: SourceEvidence) -> bool:
+def _derives_labels_from_input(source: DeclaredDefinitions) -> bool:
     """Return whether the loss gets the input, which it needs only to derive missing labels."""
     loss, model = source[_LOSS], source[_POSTPROCESS] or source[MODEL_FORWARD]
     passes_input = model is not None and bool(model.find_keyword_values("process_mtp_loss", "input_ids"))
     return passes_input and loss is not None and "input_ids" in loss.parameters
 
 
-def _calls_without_labels(source: SourceEvidence) -> Presence:
+def _calls_without_labels(source: DeclaredDefinitions) -> Presence:
     calling = [code for code in source.find_existing(_POSTPROCESS, MODEL_FORWARD) if code.find_calls("mtp")]
     return (
         _classify_call_conditions(calling[0])
         if calling
-        else Presence.from_matches(absent=lacks_prediction(source))
+        else Presence.from_matches(absent=has_no_mtp_support(source))
     )
 
 
@@ -181,11 +202,15 @@ def _classify_call_conditions(code: Definition) -> Presence:
         for node in code.iter_nodes(ast.If)
         if calls & {n for statement in node.body for n in ast.walk(statement)}
     ]
-    words = {word for test in tests for node in ast.walk(test) for word in _extract_identifiers(node)}
-    return Presence.from_matches(words <= _KNOWN_GATES, absent=any("labels" in word for word in words))
+    words = {
+        word for test in tests for node in ast.walk(test) for word in _list_single_node_identifiers(node)
+    }
+    return Presence.from_matches(
+        words <= _KNOWN_CONDITION_IDENTIFIERS, absent=any("labels" in word for word in words)
+    )
 
 
-def _extract_identifiers(node: ast.AST) -> tuple[str, ...]:
+def _list_single_node_identifiers(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.Constant):
         return (node.value,) if isinstance(node.value, str) else ()
     return tuple(getattr(node, field) for field in ("id", "attr") if hasattr(node, field))
@@ -195,9 +220,9 @@ _MEGATRON_LOSS_FEATURES = frozenset({"mtp", MEGATRONS_MTP_LOSS})
 _MEGATRON_LOSS_CP_FEATURES = _MEGATRON_LOSS_FEATURES | {"cp"}
 
 
-@detect_in_source(LAYER_FORWARD, MODEL_FORWARD, ROLL)
-def _refuses_packs(source: SourceEvidence) -> Presence:
-    if lacks_prediction(source):
+@detect_in_source(LAYER_FORWARD, MODEL_FORWARD, ROLL_TENSOR)
+def _refuses_packs(source: DeclaredDefinitions) -> Presence:
+    if has_no_mtp_support(source):
         return Presence.ABSENT
     forward = source[LAYER_FORWARD]
     if forward is None or "packed_seq_params" not in forward.parameters:
@@ -210,13 +235,13 @@ def _refuses_packs(source: SourceEvidence) -> Presence:
         if any(isinstance(statement, ast.Raise) for statement in ast.walk(n))
     ]
     refusing = any(find_matches("packed_seq_params", ast.walk(test)) for test in tests)
-    return Presence.from_matches(any(map(forward.has, asserted)), absent=not refusing)
+    return Presence.from_matches(any(map(forward.has_pattern, asserted)), absent=not refusing)
 
 
-@detect_in_source(LAYER, MODEL_FORWARD, ROLL)
-def _reduces_in_gather(source: SourceEvidence) -> Presence:
+@detect_in_source(LAYER, MODEL_FORWARD, ROLL_TENSOR)
+def _detect_reducing_gather_backward(source: DeclaredDefinitions) -> Presence:
     """Return whether the projection is gathered by the function whose backward pass sums over the ranks."""
-    if lacks_prediction(source):
+    if has_no_mtp_support(source):
         return Presence.ABSENT
     layer = source[LAYER]
     if layer is None:
@@ -227,7 +252,7 @@ def _reduces_in_gather(source: SourceEvidence) -> Presence:
     )
 
 
-@detect_in_definitions((_EMBEDDINGS, _BLOCK))  # to 0.13 the block takes them itself
+@detect_in_definitions((_EMBEDDINGS, _PREDICTION_BLOCK_FORWARD))  # to 0.13 the block takes them itself
 def _keeps_embeddings_unscattered(code: Definition) -> Presence:
     """Return whether the prediction layers take the embeddings as the embedding returns them."""
     if not code.find_calls("embedding"):
@@ -242,7 +267,7 @@ def _keeps_embeddings_unscattered(code: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="mtp-context-parallel-roll",
-        replacements=(Replacement(ROLL, "mtp:roll_over_ranks"),),
+        replacements=(Replacement(ROLL_TENSOR, "mtp:roll_over_context_ranks"),),
         why=(
             "Under context parallelism each rank looks for the next token among its own tokens: wrong "
             "gradients."
@@ -259,7 +284,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-packed-roll-boundaries",
-        replacements=(Replacement(_ROLL_PACKED, "mtp:roll_by_one_gather"),),
+        replacements=(Replacement(_ROLL_PACKED, "mtp:roll_packed_by_gather"),),
         why=(
             "With padding between packed sequences, the labels of multi-token prediction come from the "
             "wrong sequence. The gradients are wrong, and no error is raised. The reason: tokens are "
@@ -275,7 +300,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-loss-context-parallel-count",
-        replacements=(Replacement(ROLL, "mtp:average_rolled_token_count"),),
+        replacements=(Replacement(ROLL_TENSOR, "mtp:average_rolled_token_count"),),
         why=(
             "The loss of each depth of multi-token prediction is divided by the tokens of one context-"
             "parallel rank, not of all. The logged loss is then the mean of the ranks' means. The "
@@ -294,8 +319,8 @@ PATCHES = (
     Patch(
         id="mtp-loss-context-parallel-normalisation",
         replacements=(
-            Replacement(ROLL, "mtp:average_rolled_token_count"),
-            Replacement(_LOSS, "mtp:average_mask_token_count"),
+            Replacement(ROLL_TENSOR, "mtp:average_rolled_token_count"),
+            Replacement(_LOSS, "mtp:average_cp_token_count"),
         ),
         why=(
             "The loss of each depth of multi-token prediction is scaled by the ratio of two token counts "
@@ -314,7 +339,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-per-token-weight",
-        replacements=(Replacement(ROLL, "mtp:keep_mask_weight"),),
+        replacements=(Replacement(ROLL_TENSOR, "mtp:rescale_rolled_mask_sum"),),
         why=(
             "With calculate_per_token_loss, multi-token prediction has too small a weight, most of all in "
             "short sequences. The sum of its loss loses one token with each depth, but it is divided by "
@@ -339,12 +364,12 @@ PATCHES = (
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_runs_for_zero_layers,
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
+        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:skip_mtp_without_labels"),),
         why=(
             "A call of the model without labels, as in reinforcement learning, ends in an error up to 0.16."
             " In 0.17 and 0.18 the prediction layers run, but nothing uses their output."
@@ -353,12 +378,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
         range="<0.19",  # where mtp-labels-from-input begins
         when=frozenset({"mtp"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_runs_without_labels,
     ),
     Patch(
         id="mtp-labels-from-input",
-        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
+        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:skip_mtp_without_labels"),),
         why=(
             "Reinforcement learning calls the model without labels to get logits. megatron-core then derives"
             " labels from the input and trains the MTP layers with these labels, prompt tokens included."
@@ -371,11 +396,11 @@ PATCHES = (
         assumes=(
             "calls without labels are not meant to train prediction layers; megatron-core trains them then"
         ),
-        defect=_trains_on_the_input,
+        defect=_trains_on_derived_labels,
     ),
     Patch(
         id="mtp-whole-embeddings",
-        replacements=(build_signature_replacement(_BLOCK, "mtp:scatter_embeddings"),),
+        replacements=(build_signature_replacement(_PREDICTION_BLOCK_FORWARD, "mtp:scatter_embeddings"),),
         why=(
             "Multi-token prediction fails under sequence parallelism if the embedding does not divide the"
             " sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
@@ -402,7 +427,7 @@ TRAPS = (
     Trap(
         id="mtp-tensor-parallel",
         range="<0.13",
-        defect=_reduces_in_gather,
+        defect=_detect_reducing_gather_backward,
         when=frozenset({"mtp", "tp"}),
         why="The gradients of multi-token prediction are reduced once too often over tensor-parallel ranks.",
         cause=(

@@ -3,9 +3,9 @@
 import ast
 
 from bundle.patches.catalogue import mtp
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 from bundle.patches.entry import (
-    NO_ASSUMPTION,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -16,21 +16,29 @@ from bundle.patches.entry import (
     detect_in_source,
 )
 
-_CHECKPOINTED_FORWARD = f"{mtp.LAYER}._checkpointed_forward"
-_CHECKPOINTED_BY_BLOCK = f"{mtp.MODULE}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
-_EVIDENCE = (_CHECKPOINTED_FORWARD, _CHECKPOINTED_BY_BLOCK, mtp.LAYER, mtp.MODEL_FORWARD, mtp.ROLL)
-_GLOBAL_GROUP = "parallel_state.get_tensor_model_parallel_group()"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_MTP_LAYER_CHECKPOINTED_FORWARD = f"{mtp.LAYER}._checkpointed_forward"
+_MTP_BLOCK_CHECKPOINTED_FORWARD = (
+    f"{mtp.MODULE}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
+)
+_MTP_CHECKPOINT_TARGETS = (
+    _MTP_LAYER_CHECKPOINTED_FORWARD,
+    _MTP_BLOCK_CHECKPOINTED_FORWARD,
+    mtp.LAYER,
+    mtp.MODEL_FORWARD,
+    mtp.ROLL_TENSOR,
+)
+_GLOBAL_TP_GROUP_EXPRESSION = "parallel_state.get_tensor_model_parallel_group()"
+_ALLTOALL_DISPATCHER_CLASS = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
-@detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
+@detect_in_definitions(mtp.LAYER_FORWARD, optional=(_MTP_LAYER_CHECKPOINTED_FORWARD,))
 def _saves_objects_for_backward(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Return whether every argument goes to save_for_backward although packed sequences are accepted."""
-    if forward.has("assert packed_seq_params is None, _"):
+    if forward.has_pattern("assert packed_seq_params is None, _"):
         return Presence.ABSENT
     if checkpointed is None:
         return Presence.from_matches(absent=not any("checkpoint" in name for name in forward.identifiers))
-    saves = checkpointed.has("tensor_parallel.checkpoint(forward_func, _, *args, *kwargs.values())")
+    saves = checkpointed.has_pattern("tensor_parallel.checkpoint(forward_func, _, *args, *kwargs.values())")
     calls = [call for call in checkpointed.find_calls("checkpoint") if call.args]
     passed = {ast.unparse(arg) for call in calls for arg in call.args[2:]}
     named = "packed_seq_params" in checkpointed.parameters - passed and not any("*" in arg for arg in passed)
@@ -38,8 +46,8 @@ def _saves_objects_for_backward(forward: Definition, checkpointed: Definition | 
     return Presence.from_matches(saves, absent=calls and (named or told_apart))
 
 
-@detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
-def _passes_unaccepted_mask(forward: Definition, checkpointed: Definition | None) -> Presence:
+@detect_in_definitions(mtp.LAYER_FORWARD, optional=(_MTP_LAYER_CHECKPOINTED_FORWARD,))
+def _passes_unaccepted_padding_mask(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Return whether the layer passes a padding mask to a function without a parameter of that name."""
     if checkpointed is None:
         return Presence.from_matches(absent="_checkpointed_forward" not in forward.identifiers)
@@ -51,69 +59,71 @@ def _passes_unaccepted_mask(forward: Definition, checkpointed: Definition | None
     return Presence.from_bool("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
 
-@detect_in_definitions(_DISPATCHER)
-def _keeps_probabilities(dispatcher: Definition) -> Presence:
+@detect_in_definitions(_ALLTOALL_DISPATCHER_CLASS)
+def _detect_attached_probabilities(dispatcher: Definition) -> Presence:
     """Return whether the dispatcher keeps the router's probabilities with their autograd graph."""
     assignment = "self.probs = probs"
-    return Presence.from_matches(dispatcher.has(assignment), absent=dispatcher.has(f"{assignment}.detach()"))
+    return Presence.from_matches(
+        dispatcher.has_pattern(assignment), absent=dispatcher.has_pattern(f"{assignment}.detach()")
+    )
 
 
-def _find_checkpoint_calls(source: SourceEvidence) -> list[ast.Call] | None:
+def _find_te_checkpoint_calls(source: DeclaredDefinitions) -> list[ast.Call] | None:
     """Return a prediction layer's calls of Transformer Engine's checkpoint; None where code is unfamiliar."""
-    recomputed = source[_CHECKPOINTED_FORWARD] or source[_CHECKPOINTED_BY_BLOCK]
+    recomputed = source[_MTP_LAYER_CHECKPOINTED_FORWARD] or source[_MTP_BLOCK_CHECKPOINTED_FORWARD]
     if recomputed is None:
         layer = source[mtp.LAYER]
-        known = mtp.lacks_prediction(source) or (layer and "_checkpointed_forward" not in layer.identifiers)
+        known = mtp.has_no_mtp_support(source) or (layer and "_checkpointed_forward" not in layer.identifiers)
         return [] if known else None
     calls = list(recomputed.find_calls("te_checkpoint"))
     return calls if calls or "fp8" not in recomputed.identifiers else None
 
 
-@detect_in_source(*_EVIDENCE)
-def _passes_tensors_by_keyword(source: SourceEvidence) -> Presence:
+@detect_in_source(*_MTP_CHECKPOINT_TARGETS)
+def _passes_tensors_by_keyword(source: DeclaredDefinitions) -> Presence:
     """Return whether tensors are passed by keyword, which a reentrant checkpoint does not see."""
-    calls = _find_checkpoint_calls(source)
+    calls = _find_te_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
     keywords = [keyword.arg for call in calls for keyword in call.keywords]
     return Presence.from_matches(None in keywords, absent=not keywords)
 
 
-@detect_in_source(*_EVIDENCE)
-def _uses_global_group(source: SourceEvidence) -> Presence:
+@detect_in_source(*_MTP_CHECKPOINT_TARGETS)
+def _uses_global_group(source: DeclaredDefinitions) -> Presence:
     """Return whether random states are those of the layout's group, whatever group the layer has."""
-    calls = _find_checkpoint_calls(source)
+    calls = _find_te_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
     groups = [ast.unparse(call.args[3]) for call in calls if len(call.args) > 3]
     if len(groups) < len(calls):
         return Presence.UNKNOWN
     uses_layer_groups = all(group.startswith(("self.tp_group", "self.pg_collection")) for group in groups)
-    return Presence.from_matches(_GLOBAL_GROUP in groups, absent=uses_layer_groups)
+    return Presence.from_matches(_GLOBAL_TP_GROUP_EXPRESSION in groups, absent=uses_layer_groups)
 
 
 PATCHES = (
     Patch(
         id="mtp-packed-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED_FORWARD, "mtp:bind_non_tensor_arguments"),),
+        replacements=(Replacement(_MTP_LAYER_CHECKPOINTED_FORWARD, "mtp:bind_non_tensor_arguments"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
         range=">=0.16,<0.18",
         when=frozenset({"mtp", "packed", "recompute-full"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_saves_objects_for_backward,
     ),
     Patch(
         id="mtp-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED_FORWARD, "mtp:bind_padding_mask"),),
+        replacements=(Replacement(_MTP_LAYER_CHECKPOINTED_FORWARD, "mtp:bind_padding_mask"),),
         why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
         range=">=0.18,<0.19",
         when=frozenset({"mtp", "recompute-full"}),
-        assumes=NO_ASSUMPTION,
-        defect=_passes_unaccepted_mask,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_passes_unaccepted_padding_mask,
     ),
     Patch(
         id="recompute-reclaim",
@@ -135,8 +145,8 @@ PATCHES = (
         range="",
         when=frozenset({"moe", "recompute-full"}),
         opt_in=True,
-        assumes=NO_ASSUMPTION,
-        defect=_keeps_probabilities,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_attached_probabilities,
     ),
 )
 TRAPS = (

@@ -2,10 +2,10 @@
 
 import ast
 
-from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.definitions import DeclaredDefinitions, Definition
 from bundle.patches.entry import (
-    LOCAL_LAYERS,
-    NO_ASSUMPTION,
+    LOCAL_LAYER_BACKENDS,
+    NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
@@ -15,14 +15,14 @@ from bundle.patches.entry import (
     detect_in_source,
 )
 
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
-_ROUTING, _INIT = f"{_ROUTER}.routing", f"{_ROUTER}.__init__"
+_TOPK_ROUTER_CLASS = "megatron.core.transformer.moe.router:TopKRouter"
+_ROUTING, _INIT = f"{_TOPK_ROUTER_CLASS}.routing", f"{_TOPK_ROUTER_CLASS}.__init__"
 _ROUTER_REPLAY = "megatron.core.transformer.moe.router_replay:RouterReplay"
-_REPLAY = f"{_ROUTER_REPLAY}.get_replay_topk"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
-_MOVE_TO_CPU = f"{_UTILS}:maybe_move_tensor_to_cpu"
-_GEMM = f"{_UTILS}:te_general_gemm"
-_GATING = f"{_UTILS}:RouterGatingLinearFunction.forward"
+_REPLAY_TOPK_TARGET = f"{_ROUTER_REPLAY}.get_replay_topk"
+_MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
+_MOVE_TENSOR_TO_CPU_TARGET = f"{_MOE_UTILS_MODULE}:maybe_move_tensor_to_cpu"
+_TE_GENERAL_GEMM = f"{_MOE_UTILS_MODULE}:te_general_gemm"
+_GATING_LINEAR_FORWARD = f"{_MOE_UTILS_MODULE}:RouterGatingLinearFunction.forward"
 
 
 @detect_in_definitions(_ROUTING, _INIT, optional=(_ROUTER_REPLAY,))
@@ -35,19 +35,19 @@ def _lacks_replay(routing: Definition, built: Definition, native: Definition | N
     )
 
 
-@detect_in_source(_REPLAY, _ROUTER_REPLAY, _ROUTING)
-def _replays_every_token(source: SourceEvidence) -> Presence:
+@detect_in_source(_REPLAY_TOPK_TARGET, _ROUTER_REPLAY, _ROUTING)
+def _replays_every_token(source: DeclaredDefinitions) -> Presence:
     """Return whether the replay exists and cannot leave a token to its router."""
-    replay = source[_REPLAY]
+    replay = source[_REPLAY_TOPK_TARGET]
     if replay is None:
         return _classify_code_without_replay(source)
     return Presence.from_matches("gather" in replay.identifiers and "where" not in replay.identifiers)
 
 
-@detect_in_source(_REPLAY, _ROUTER_REPLAY, _ROUTING)
-def _replays_latest_routes(source: SourceEvidence) -> Presence:
+@detect_in_source(_REPLAY_TOPK_TARGET, _ROUTER_REPLAY, _ROUTING)
+def _replays_latest_routes(source: DeclaredDefinitions) -> Presence:
     """Return whether only the action that the user set decides which micro-batch's routes are taken."""
-    replay = source[_REPLAY]
+    replay = source[_REPLAY_TOPK_TARGET]
     if replay is None:
         return _classify_code_without_replay(source)
     recompute_flags = {"_current_graph_task_id", "is_checkpointing", "is_grad_enabled"} & replay.identifiers
@@ -56,35 +56,35 @@ def _replays_latest_routes(source: SourceEvidence) -> Presence:
     )
 
 
-def _classify_code_without_replay(source: SourceEvidence) -> Presence:
+def _classify_code_without_replay(source: DeclaredDefinitions) -> Presence:
     return Presence.from_matches(absent=source[_ROUTING] and not source[_ROUTER_REPLAY])
 
 
-@detect_in_definitions(_MOVE_TO_CPU)
-def _converts_only_cuda(move: Definition) -> Presence:
+@detect_in_definitions(_MOVE_TENSOR_TO_CPU_TARGET)
+def _detect_unconverted_cpu_splits(move: Definition) -> Presence:
     """Return whether only tensors on a GPU are converted to numbers."""
     return Presence.from_matches(
-        move.find_calls("numpy") and move.has("torch.is_tensor(tensor) and tensor.is_cuda")
+        move.find_calls("numpy") and move.has_pattern("torch.is_tensor(tensor) and tensor.is_cuda")
     )
 
 
-@detect_in_source(_GEMM, _GATING)
-def _needs_transformer_engine(source: SourceEvidence) -> Presence:
+@detect_in_source(_TE_GENERAL_GEMM, _GATING_LINEAR_FORWARD)
+def _needs_transformer_engine(source: DeclaredDefinitions) -> Presence:
     """Return whether the router reads a name that only an import of Transformer Engine binds."""
-    gating, bound = source[_GATING], source.find_bindings(_GEMM)
+    gating, bound = source[_GATING_LINEAR_FORWARD], source.find_bindings(_TE_GENERAL_GEMM)
     read = gating is not None and "te_general_gemm" in gating.identifiers
     if not bound:
-        return Presence.from_matches(absent=source.has_module(_GEMM) and not read)
+        return Presence.from_matches(absent=source.has_module(_TE_GENERAL_GEMM) and not read)
     imports = [node for node in bound if isinstance(node, ast.ImportFrom)]
     if any(not (node.module or "").endswith("extensions.transformer_engine") for node in imports):
         return Presence.UNKNOWN
     assignments = [node.value for node in bound if isinstance(node, ast.Assign)]
-    if len(imports) + len(assignments) < len(bound) or not all(map(_may_be_none, assignments)):
+    if len(imports) + len(assignments) < len(bound) or not all(map(_is_none_literal, assignments)):
         return Presence.UNKNOWN
     return Presence.from_matches(read and not assignments, absent=assignments)
 
 
-def _may_be_none(value: ast.expr) -> bool:
+def _is_none_literal(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is None
 
 
@@ -105,7 +105,7 @@ PATCHES = (
     ),
     Patch(
         id="router-replay-by-layer",
-        replacements=(Replacement(_REPLAY, "moe:override_native_replay"),),
+        replacements=(Replacement(_REPLAY_TOPK_TARGET, "moe:override_native_replay"),),
         why=(
             "Megatron's replay of routes cannot leave the choice for one token to the router, as the last "
             "token of a rollout needs. It also numbers routers in the order of construction, which "
@@ -123,7 +123,7 @@ PATCHES = (
     ),
     Patch(
         id="native-replay-recompute",
-        replacements=(Replacement(_REPLAY, "moe:keep_routes_on_recompute"),),
+        replacements=(Replacement(_REPLAY_TOPK_TARGET, "moe:keep_routes_on_recompute"),),
         why=(
             "A recomputation uses the routes of the latest micro-batch instead of its own. With two micro- "
             "batches in flight the gradients are wrong, and no error is raised."
@@ -139,26 +139,30 @@ PATCHES = (
     ),
     Patch(
         id="cpu-moe-splits-on-host",
-        replacements=(build_signature_replacement(_MOVE_TO_CPU, "moe:convert_splits_on_host"),),
+        replacements=(
+            build_signature_replacement(_MOVE_TENSOR_TO_CPU_TARGET, "moe:convert_cpu_splits_to_numpy"),
+        ),
         why="TypeError with EP > 1: the sizes of the all-to-all become numbers only if they were on a GPU.",
         kind=DefectKind.ERROR,
         upstream="not reported; met on gloo in every release",
         range="",
         backends=("cpu",),
         when=frozenset({"moe"}),
-        assumes=NO_ASSUMPTION,
-        defect=_converts_only_cuda,
+        assumes=NO_CALLER_ASSUMPTION,
+        defect=_detect_unconverted_cpu_splits,
     ),
     Patch(
         id="router-without-te-gemm",
-        replacements=(build_signature_replacement(_GEMM, "moe:disable_te_gemm", exclusive=True),),
+        replacements=(
+            build_signature_replacement(_TE_GENERAL_GEMM, "moe:disable_te_router_gemm", exclusive=True),
+        ),
         why="NameError without Transformer Engine if the router computes in another type than the model.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",
-        backends=LOCAL_LAYERS,
+        backends=LOCAL_LAYER_BACKENDS,
         when=frozenset({"moe"}),
-        assumes=NO_ASSUMPTION,
+        assumes=NO_CALLER_ASSUMPTION,
         defect=_needs_transformer_engine,
     ),
 )

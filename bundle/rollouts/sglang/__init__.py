@@ -40,9 +40,9 @@ class SGLangRollout:
         return self._replicas.version
 
     @property
-    def has_lost_weights(self) -> bool:
+    def can_recover_by_resync(self) -> bool:
         """True if another sync of the same version mends the last error."""
-        return self._replicas.has_lost_weights
+        return self._replicas.can_recover_by_resync
 
     def sync(self, version: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
         """Send these published tensors to all replicas. Raise JobFailed where none takes them.
@@ -52,9 +52,9 @@ class SGLangRollout:
         """
         self._replicas.sync(version, tensors)
 
-    def rest(self) -> None:
+    def release_cache_until_sync(self) -> None:
         """Pause the servers and release their KV cache, so that the device is the trainer's."""
-        self._replicas.rest()
+        self._replicas.release_cache_until_sync()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Return an answer to each request, in their order.

@@ -14,7 +14,7 @@ from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.planning.rollout import (
     OLDEST_SGLANG,
     SHARED_MEMORY,
-    choose_transport,
+    choose_weight_transport,
     count_weights_folder_bytes,
 )
 from bundle.pretrained.writing import PublishedModel, write_config
@@ -26,17 +26,17 @@ from bundle.rollouts.sglang.client import Client, Keys
 from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.sglang.replicas import Replicas
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
-from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_declared_tensors
+from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_header_tensors
 from bundle.weight_sync.states import FreeMemoryWait
 from bundle.weight_sync.transports.files import FilesTransport
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "BUNDLE_ROLLOUT_API_KEY", "BUNDLE_ROLLOUT_ADMIN_KEY"
 _START_SECONDS = 1800.0  # a large model compiles kernels first
 # A server first runs a prompt of so many tokens; 0.5.16 fails with a CUDA error where positions end before.
-_PROMPT_TOKENS = 8192
+_WARMUP_PROMPT_TOKENS = 8192
 # CUDA graphs of so many sequences at once. SGLang's own limit on an H200, 256, cost a third of its speed.
 _MOST_GRAPHED_SEQUENCES = 512
-_DTYPE_NAMES = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
+_SGLANG_SAFETENSORS_NAMES_BY_DTYPE = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
 
 
 def build_rollout(
@@ -52,7 +52,7 @@ def build_rollout(
     assert recipe.rl is not None
     settings = recipe.rl.rollout
     table = NameTable.from_architecture(recipe.architecture)
-    name, stored = _DTYPE_NAMES[recipe.model.dtype]
+    name, stored = _SGLANG_SAFETENSORS_NAMES_BY_DTYPE[recipe.model.dtype]
     declared = build_declared_tensors(table, stored)
     length = recipe.architecture.max_position_embeddings
     checksums: ChecksumSource = FirstReplicaChecksums()
@@ -62,11 +62,11 @@ def build_rollout(
         replicas = [Client(url, keys, settings.timeout_seconds) for url in settings.urls]
         infos = [replica.read_info() for replica in replicas]
         for url, info in zip(settings.urls, infos, strict=True):
-            _check_version(url, str(info.get("version")))
+            _check_minimum_version(url, str(info.get("version")))
         has_draft = any(info.get("speculative_algorithm") for info in infos)
         lengths = [info.get(key) for info in infos for key in ("context_length", "max_req_input_len")]
         length = min([length, *filter(None, lengths)])
-        declared = _read_server_tensors(infos) or declared
+        declared = _read_served_checkpoint_tensors(infos) or declared
     else:
         python = settings.python or sys.executable
         check_installation(python)
@@ -74,18 +74,18 @@ def build_rollout(
         if settings.tp == 1:
             checksums = HashHelper(python, settings.timeout_seconds)
         replicas = _build_servers(recipe, python, logs, name, memory)
-    _check_length(settings, length)
+    _check_completion_leaves_prompt_room(settings, length)
     if not has_draft:
         declared = {key: tensor for key, tensor in declared.items() if key not in table.draft}
     return SGLangRollout(
         Replicas(
             replicas,
             declared,
-            FilesTransport(_choose_folder(recipe, folder), table, has_draft=has_draft),
+            FilesTransport(_choose_weight_sync_folder(recipe, folder), table, has_draft=has_draft),
             checksums,
             verify=settings.verify,
-            memory=memory and FreeMemoryWait(memory.read_free_and_reserved, memory.needed),
-            bucket_device=_choose_bucket_device(recipe, memory),
+            memory=memory and FreeMemoryWait(memory.read_free_and_trainer_bytes, memory.needed),
+            bucket_device=_find_shared_bucket_device(recipe, memory),
         ),
         ServedModel(recipe.architecture.vocab_size, length),
     )
@@ -115,11 +115,11 @@ def _build_servers(
     arguments += ["--enable-memory-saver", "--tp-size", str(settings.tp)]
     sequences = min(_MOST_GRAPHED_SEQUENCES, -(-recipe.rl.answers_per_step // settings.replicas))
     arguments += ["--cuda-graph-max-bs-decode", str(sequences)]
-    if (length := recipe.architecture.max_position_embeddings) < _PROMPT_TOKENS:
+    if (length := recipe.architecture.max_position_embeddings) < _WARMUP_PROMPT_TOKENS:
         arguments += ["--chunked-prefill-size", str(length)]
 
     def read_memory_arguments() -> list[str]:
-        part = memory and memory.compute_free_part()
+        part = memory and memory.compute_mem_fraction_static()
         return [] if part is None else ["--mem-fraction-static", f"{part:.4f}"]
 
     return [
@@ -139,14 +139,14 @@ def _build_servers(
     ]
 
 
-def _choose_bucket_device(recipe: Recipe, memory: TrainerMemory | None) -> torch.device | None:
+def _find_shared_bucket_device(recipe: Recipe, memory: TrainerMemory | None) -> torch.device | None:
     """Return the device that trainer and server share, where weights go through its memory."""
-    if memory is None or choose_transport(recipe, memory.device.type, os.environ) == "files":
+    if memory is None or choose_weight_transport(recipe, memory.device.type, os.environ) == "files":
         return None
     return memory.device
 
 
-def _choose_folder(recipe: Recipe, folder: Path) -> Path:
+def _choose_weight_sync_folder(recipe: Recipe, folder: Path) -> Path:
     assert recipe.rl is not None
     if recipe.rl.rollout.weights_folder is not None:
         return Path(recipe.rl.rollout.weights_folder)
@@ -156,7 +156,7 @@ def _choose_folder(recipe: Recipe, folder: Path) -> Path:
     return SHARED_MEMORY if has_room else folder
 
 
-def _check_length(settings: RLRollout, length: int) -> None:
+def _check_completion_leaves_prompt_room(settings: RLRollout, length: int) -> None:
     """Raise UsageError where no question has room before an answer."""
     if length <= settings.max_completion_length:
         raise UsageError(
@@ -166,7 +166,7 @@ def _check_length(settings: RLRollout, length: int) -> None:
         )
 
 
-def _check_version(url: str, version: str) -> None:
+def _check_minimum_version(url: str, version: str) -> None:
     """Raise EnvironmentUnfit for a server of another kind or of an old release."""
     try:
         is_old = Version(version) < Version(OLDEST_SGLANG)
@@ -178,7 +178,7 @@ def _check_version(url: str, version: str) -> None:
         )
 
 
-def _read_server_tensors(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _read_served_checkpoint_tensors(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the tensors that the servers' checkpoint declares, where its files are on this machine."""
     paths = {str(info.get("model_path")) for info in infos}
     if len(paths) > 1:
@@ -186,4 +186,4 @@ def _read_server_tensors(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "rl.rollout.urls: the servers serve different models. Name servers of one model.", sorted(paths)
         )
     directory = Path(paths.pop())
-    return dict(read_declared_tensors(directory)) if directory.is_dir() else {}
+    return dict(read_header_tensors(directory)) if directory.is_dir() else {}

@@ -23,13 +23,15 @@ _log = logging.getLogger(__name__)
 class ChecksumSource(Protocol):
     """Computes what the checksums of a server must be after a version."""
 
-    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+    def compute_expected_checksums(
+        self, directory: Path | None, checksums: Mapping[str, str]
+    ) -> Mapping[str, str]:
         """Return those of the tensors in `checksums`, as far as they are known.
 
         The version lies in the files of `directory`; None: in the buckets since the last call.
         """
 
-    def take(self, bucket: Bucket) -> None:
+    def add_bucket(self, bucket: Bucket) -> None:
         """Take a bucket of the version."""
 
     def close(self) -> None:
@@ -42,11 +44,13 @@ class FirstReplicaChecksums:
     def __init__(self) -> None:
         self._checksums: dict[Path | None, Mapping[str, str]] = {}
 
-    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+    def compute_expected_checksums(
+        self, directory: Path | None, checksums: Mapping[str, str]
+    ) -> Mapping[str, str]:
         """Return the checksums that were reported first for this version."""
         return self._checksums.setdefault(directory, checksums)
 
-    def take(self, bucket: Bucket) -> None:
+    def add_bucket(self, bucket: Bucket) -> None:
         """Forget the version of earlier buckets."""
         self._checksums.pop(None, None)
 
@@ -64,7 +68,9 @@ class HashHelper:
         self._cache: tuple[Path | None, frozenset[str], Mapping[str, str]] | None = None
         self._lock = threading.Lock()  # replicas ask at once
 
-    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+    def compute_expected_checksums(
+        self, directory: Path | None, checksums: Mapping[str, str]
+    ) -> Mapping[str, str]:
         """Return the checksums of the tensors in `checksums`, as far as they follow from what was sent.
 
         Raise JobFailed where the helper fails, or where it knows none of them.
@@ -75,7 +81,7 @@ class HashHelper:
                 self._cache = directory, names, self._compute(directory, names)
             return self._cache[2]
 
-    def take(self, bucket: Bucket) -> None:
+    def add_bucket(self, bucket: Bucket) -> None:
         """Copy a bucket to the memory of the helper. Raise JobFailed where it cannot open it."""
         with self._lock:
             self._cache = None

@@ -15,14 +15,14 @@ from bundle.rollouts.sglang.protocol import (
     CheckWeights,
     ContinueGeneration,
     FlushCache,
-    Health,
+    HealthGenerate,
     ModelInfo,
     PauseGeneration,
     ProbeUpdateSessions,
     ReleaseMemory,
     ResumeMemory,
-    Route,
     ServerInfo,
+    ServerRequest,
     UpdateFromDisk,
     UpdateFromTensor,
     UpdateVersion,
@@ -30,10 +30,10 @@ from bundle.rollouts.sglang.protocol import (
 )
 from bundle.weight_sync.transports.ipc import Bucket
 
-_MOST_BYTES = 2**28
+_MAX_REPLY_BYTES = 2**28
 
 
-class ServerFault(JobFailed):
+class ServerCallFailed(JobFailed):
     """A server that cannot be reached in time, or answers another status than expected."""
 
 
@@ -52,7 +52,7 @@ class Keys:
 
 
 class Client:
-    """One server. All calls raise ServerFault where the server does not do what it is asked.
+    """One server. All calls raise ServerCallFailed where the server does not do what it is asked.
 
     It is a replica that somebody else has started (`weight_sync.states.Replica`).
     """
@@ -62,26 +62,26 @@ class Client:
     def __init__(self, url: str, keys: Keys, seconds: float, ranks: int = 1) -> None:
         """`seconds` limit a call, from the connection to the last byte; the server has so many `ranks`."""
         self._keys, self._seconds, self._ranks = keys, seconds, ranks
-        self.connect(url)
+        self.set_address(url)
 
-    def connect(self, url: str) -> None:
+    def set_address(self, url: str) -> None:
         """Use the server at this address from now on. Raise ValueError for an invalid address."""
         self._host, self._port = split_url(url)
         self.name = f"{self._host}:{self._port}"
         self._has_sessions: bool | None = None
 
-    async def exchange(self, route: Route, seconds: float | None = None) -> tuple[int, bytes]:
+    async def exchange(self, route: ServerRequest, seconds: float | None = None) -> tuple[int, bytes]:
         """Return status and body of the reply to a request."""
         try:
             async with asyncio.timeout(seconds or self._seconds):
                 return await self._exchange(route)
         except TimeoutError as error:
-            raise ServerFault(f"{route.path} took more than {seconds or self._seconds:g} s.") from error
+            raise ServerCallFailed(f"{route.path} took more than {seconds or self._seconds:g} s.") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = self._keys.hide(str(error)) or type(error).__name__
-            raise ServerFault(f"{route.path} got no reply ({reason}).") from error
+            raise ServerCallFailed(f"{route.path} got no reply ({reason}).") from error
 
-    async def _exchange(self, route: Route) -> tuple[int, bytes]:
+    async def _exchange(self, route: ServerRequest) -> tuple[int, bytes]:
         body = json.dumps(route.to_body()).encode() if route.method == "POST" else b""
         head = [f"{route.method} {route.path} HTTP/1.1", f"Host: {self.name}", "Connection: close"]
         head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
@@ -95,35 +95,35 @@ class Client:
             data = bytearray()
             while chunk := await reader.read(2**16):
                 data += chunk
-                if len(data) > _MOST_BYTES:
-                    raise ValueError(f"more than {_MOST_BYTES} bytes")
+                if len(data) > _MAX_REPLY_BYTES:
+                    raise ValueError(f"more than {_MAX_REPLY_BYTES} bytes")
         finally:
             writer.close()
-        reply = http.client.HTTPResponse(_Source(bytes(data)))  # type: ignore[arg-type]
+        reply = http.client.HTTPResponse(_BytesSocket(bytes(data)))  # type: ignore[arg-type]
         reply.begin()
         return reply.status, reply.read()
 
-    async def request(self, route: Route, seconds: float | None = None) -> Any:
-        """Return the JSON of a reply, or its text. Raise ServerFault for any status but 200."""
+    async def request(self, route: ServerRequest, seconds: float | None = None) -> Any:
+        """Return the JSON of a reply, or its text. Raise ServerCallFailed for any status but 200."""
         status, body = await self.exchange(route, seconds)
         text = body.decode(errors="replace")
         if status != 200:
             reason = files.to_printable(self._keys.hide(text)[:300])
-            raise ServerFault(f"{route.path} returned status {status} ({reason}).")
+            raise ServerCallFailed(f"{route.path} returned status {status} ({reason}).")
         try:
             return json.loads(text)
         except ValueError:
             return text
 
-    def call(self, route: Route, seconds: float | None = None) -> Any:
+    def request_blocking(self, route: ServerRequest, seconds: float | None = None) -> Any:
         """Return what `request` returns."""
         return asyncio.run(self.request(route, seconds))
 
     def is_healthy(self, seconds: float) -> bool:
         """Return whether the server generates. Not to be asked while it is paused: it would wait."""
         try:
-            self.call(Health(), seconds)
-        except ServerFault:
+            self.request_blocking(HealthGenerate(), seconds)
+        except ServerCallFailed:
             return False
         return True
 
@@ -131,48 +131,48 @@ class Client:
         """Return what the server says of itself and its model."""
         info: dict[str, Any] = {}
         for route in (ServerInfo(), ModelInfo()):
-            document = self.call(route)
+            document = self.request_blocking(route)
             if not isinstance(document, dict):
-                raise ServerFault(f"{route.path} returned no JSON object. Is it SGLang?")
+                raise ServerCallFailed(f"{route.path} returned no JSON object. Is it SGLang?")
             info |= document
         return info
 
-    def has_sessions(self) -> bool:
+    def has_update_sessions(self) -> bool:
         """Return whether updates of weights run in sessions: the protocol since 0.5.21."""
         if self._has_sessions is None:
             status, _ = asyncio.run(self.exchange(ProbeUpdateSessions()))
             if status not in (404, 405):
-                raise ServerFault(f"{ProbeUpdateSessions.path} returned status {status}. Is it SGLang?")
+                raise ServerCallFailed(f"{ProbeUpdateSessions.path} returned status {status}. Is it SGLang?")
             self._has_sessions = status == 405
         return self._has_sessions
 
     def is_alive(self) -> bool:
         """Return whether it answers at all; a server that is paused does."""
         try:
-            self.read_version()
-        except ServerFault:
+            self.read_weight_version()
+        except ServerCallFailed:
             return False
         return True
 
     def restart(self) -> None:
-        raise ServerFault("it does not answer, and this job did not start it. Start it again.")
+        raise ServerCallFailed("it does not answer, and this job did not start it. Start it again.")
 
     def close(self) -> None:
         """Do nothing: the server is somebody else's."""
 
     # The steps of a sync.
 
-    def pause(self) -> None:
+    def abort_and_pause(self) -> None:
         self._call_checked(PauseGeneration(), "status", "ok")
 
     def flush(self) -> None:
-        self.call(FlushCache())
+        self.request_blocking(FlushCache())
 
     def release(self, tag: str) -> None:
-        self.call(ReleaseMemory([tag]))
+        self.request_blocking(ReleaseMemory([tag]))
 
     def resume(self, tag: str) -> None:
-        self.call(ResumeMemory([tag]))
+        self.request_blocking(ResumeMemory([tag]))
 
     def load(self, directory: Path) -> None:
         self._call_checked(UpdateFromDisk(str(directory)))
@@ -181,33 +181,33 @@ class Client:
         self._call_checked(UpdateFromTensor([bucket.share() for _ in range(self._ranks)]))
 
     def read_checksums(self) -> Any:
-        return read_checksums(self._check("checksum"))
+        return read_checksums(self._post_weights_check("checksum"))
 
     def reset_tensors(self) -> None:
-        self._check("reset_tensors")
+        self._post_weights_check("reset_tensors")
 
     def set_version(self, version: str) -> None:
         self._call_checked(UpdateVersion(version))
 
-    def read_version(self) -> str:
-        reply = self.call(ModelInfo())
+    def read_weight_version(self) -> str:
+        reply = self.request_blocking(ModelInfo())
         return str(reply.get("weight_version") if isinstance(reply, dict) else reply)
 
     def unpause(self) -> None:
         self._call_checked(ContinueGeneration(), "status", "ok")
 
-    def _check(self, action: Any) -> Any:
-        return self._call_checked(CheckWeights(action, "all" if self.has_sessions() else None))
+    def _post_weights_check(self, action: Any) -> Any:
+        return self._call_checked(CheckWeights(action, "all" if self.has_update_sessions() else None))
 
-    def _call_checked(self, route: Route, key: str = "success", value: object = True) -> Any:
-        """Return the reply. Raise ServerFault where it does not say that it has succeeded."""
-        reply = self.call(route)
+    def _call_checked(self, route: ServerRequest, key: str = "success", value: object = True) -> Any:
+        """Return the reply. Raise ServerCallFailed where it does not say that it has succeeded."""
+        reply = self.request_blocking(route)
         if not isinstance(reply, dict) or reply.get(key) != value:
-            raise ServerFault(f"{route.path} failed ({self._keys.hide(str(reply))[:300]}).")
+            raise ServerCallFailed(f"{route.path} failed ({self._keys.hide(str(reply))[:300]}).")
         return reply
 
 
-class _Source:
+class _BytesSocket:
     """Bytes that `http.client` reads a reply from."""
 
     def __init__(self, data: bytes) -> None:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 # Tensors that SGLang joins along their rows, by the published ones; on one rank, where nothing is cut.
-_JOINED_TENSORS = {
+_PARTS_BY_JOINED_NAME = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
     ".fused_qkv_a_proj_with_mqa.": (".q_a_proj.", ".kv_a_proj_with_mqa."),
 }
 _DRAFT_PREFIX = "draft."
-_EXPERT_TENSORS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-_VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+_EXPERT_TENSOR_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_PADDED_VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros
 
 
@@ -33,20 +33,22 @@ def list_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
     """
     if name in published:
         return [[name]]
-    for joined, parts in _JOINED_TENSORS.items():
+    for joined, parts in _PARTS_BY_JOINED_NAME.items():
         if joined in name:
             names = [name.replace(joined, part) for part in parts]
             return [names] if all(part in published for part in names) else None
     base, _, kind = name.rpartition(".")
-    if base.endswith(".experts") and kind in _EXPERT_TENSORS:
+    if base.endswith(".experts") and kind in _EXPERT_TENSOR_PARTS:
         pattern = re.compile(re.escape(base) + r"\.(\d+)\.")
         numbers = sorted({int(match[1]) for match in map(pattern.match, published) if match})
-        stack = [[f"{base}.{number}.{part}.weight" for part in _EXPERT_TENSORS[kind]] for number in numbers]
+        stack = [
+            [f"{base}.{number}.{part}.weight" for part in _EXPERT_TENSOR_PARTS[kind]] for number in numbers
+        ]
         return stack if stack and all(part in published for names in stack for part in names) else None
     return None
 
 
-def list_draft_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
+def list_published_draft_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
     """Return what `list_parts` returns for a tensor of the draft, without `draft.` in its name.
 
     The files have the draft of DeepSeek and GLM as one more layer. Embedding and head are the target's.
@@ -77,7 +79,9 @@ def copy_bucket(payload: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def compute_checksums(published: dict[str, Callable[[], Any]], names: list[str]) -> Iterator[tuple[str, str]]:
+def compute_server_checksums(
+    published: dict[str, Callable[[], Any]], names: list[str]
+) -> Iterator[tuple[str, str]]:
     """Yield name and checksum of each tensor of the server whose parts are known."""
     import torch
     from sglang.srt.managers.mm_utils import tensor_hash
@@ -85,12 +89,14 @@ def compute_checksums(published: dict[str, Callable[[], Any]], names: list[str])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in names:
         in_draft = name.startswith(_DRAFT_PREFIX)
-        stack = (list_draft_parts if in_draft else list_parts)(name.removeprefix(_DRAFT_PREFIX), published)
+        stack = (list_published_draft_parts if in_draft else list_parts)(
+            name.removeprefix(_DRAFT_PREFIX), published
+        )
         if stack is None:
             continue
         rows = [torch.cat([published[part]().to(device) for part in parts]) for parts in stack]
         tensor = rows[0] if len(stack) == 1 and ".experts." not in name else torch.stack(rows)
-        if name.endswith(_VOCABULARY_TENSORS) and (missing := -len(tensor) % _VOCABULARY_MULTIPLE):
+        if name.endswith(_PADDED_VOCABULARY_TENSORS) and (missing := -len(tensor) % _VOCABULARY_MULTIPLE):
             tensor = torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
         yield name, f"{tensor_hash(tensor):016x}"
 
@@ -108,7 +114,7 @@ def main() -> None:
                 else:
                     directory = task.get("directory")
                     published = open_files(Path(directory)) if directory else received
-                    reply["checksums"] = dict(compute_checksums(published, task["names"]))
+                    reply["checksums"] = dict(compute_server_checksums(published, task["names"]))
                     received = {}
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 reply = {"error": f"{type(error).__name__}: {error}"[:300]}

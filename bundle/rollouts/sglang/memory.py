@@ -6,10 +6,10 @@ import torch
 
 from bundle.errors import JobFailed, format_bytes
 from bundle.launch.job import Job
-from bundle.planning.rollout import has_own_servers
+from bundle.planning.rollout import has_colocated_servers
 
-_MOST_PART = 0.95  # of the free memory
-_NEEDED_PART = 0.9  # of what the plan counts, which may be too much
+_MAX_MEM_FRACTION_STATIC = 0.95  # of the free memory
+_REQUIRED_PLANNED_TRAINER_MEMORY_SHARE = 0.9  # of what the plan counts, which may be too much
 
 
 class TrainerMemory(NamedTuple):
@@ -25,10 +25,10 @@ class TrainerMemory(NamedTuple):
     @classmethod
     def from_job(cls, job: Job, device: torch.device) -> "TrainerMemory | None":
         """Return the memory that a job shares with servers of its own; None without them, and on a CPU."""
-        if job.recipe.rl is None or not has_own_servers(job.recipe) or device.type == "cpu":
+        if job.recipe.rl is None or not has_colocated_servers(job.recipe) or device.type == "cpu":
             return None
         part = job.mem_fraction_static or job.recipe.rl.rollout.mem_fraction_static
-        return cls(device, int(_NEEDED_PART * job.learning_bytes), part)
+        return cls(device, int(_REQUIRED_PLANNED_TRAINER_MEMORY_SHARE * job.learning_bytes), part)
 
     @property
     def _module(self) -> Any:
@@ -38,11 +38,11 @@ class TrainerMemory(NamedTuple):
         """Give back what no tensor uses, so that the server can have it."""
         self._module.empty_cache()
 
-    def read_free_and_reserved(self) -> int:
+    def read_free_and_trainer_bytes(self) -> int:
         """Return what is free and what the trainer has [bytes]."""
         return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
 
-    def compute_free_part(self) -> float | None:
+    def compute_mem_fraction_static(self) -> float | None:
         """Return the server's part of the free memory, in which SGLang counts; None: it chooses.
 
         Raise JobFailed where less is free: another process uses the device, such as a second run.
@@ -57,4 +57,4 @@ class TrainerMemory(NamedTuple):
                 f"rl.rollout.mem_fraction_static: the server needs {part} of device memory, but only"
                 f" {format_bytes(free)} are free. End other processes on the device, or lower this fraction."
             )
-        return float(min(self.server_part * total / free, _MOST_PART))
+        return float(min(self.server_part * total / free, _MAX_MEM_FRACTION_STATIC))

@@ -17,12 +17,12 @@ from bundle.rollouts import Answer, FinishReason, Request, Sampling
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class AnswerRefused(JobFailed):
+class InvalidAnswer(JobFailed):
     """An answer of a server that cannot be learned from."""
 
 
 @dataclass(frozen=True)
-class Route:
+class ServerRequest:
     """A request; its fields are those of the JSON body. `key` opens the route, health needs none."""
 
     method: ClassVar[Literal["GET", "POST"]] = "POST"
@@ -35,7 +35,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Generate(Route):
+class Generate(ServerRequest):
     """One answer from ids. `rid` names it in the server."""
 
     path = "/generate"
@@ -47,7 +47,7 @@ class Generate(Route):
 
 
 @dataclass(frozen=True)
-class PauseGeneration(Route):
+class PauseGeneration(ServerRequest):
     """End all requests with what they have; later ones wait."""
 
     path = "/pause_generation"
@@ -55,19 +55,19 @@ class PauseGeneration(Route):
 
 
 @dataclass(frozen=True)
-class ContinueGeneration(Route):
+class ContinueGeneration(ServerRequest):
     path = "/continue_generation"
 
 
 @dataclass(frozen=True)
-class FlushCache(Route):
+class FlushCache(ServerRequest):
     """Forget keys and values of the old weights; 400 while requests are there."""
 
     path = "/flush_cache"
 
 
 @dataclass(frozen=True)
-class ReleaseMemory(Route):
+class ReleaseMemory(ServerRequest):
     """Free the memory of these tags; null would be all of them."""
 
     path = "/release_memory_occupation"
@@ -75,13 +75,13 @@ class ReleaseMemory(Route):
 
 
 @dataclass(frozen=True)
-class ResumeMemory(Route):
+class ResumeMemory(ServerRequest):
     path = "/resume_memory_occupation"
     tags: list[str]
 
 
 @dataclass(frozen=True)
-class UpdateFromDisk(Route):
+class UpdateFromDisk(ServerRequest):
     """Load a directory into target and draft. After a 400 the weights are partly new."""
 
     path = "/update_weights_from_disk"
@@ -92,7 +92,7 @@ class UpdateFromDisk(Route):
 
 
 @dataclass(frozen=True)
-class UpdateFromTensor(Route):
+class UpdateFromTensor(ServerRequest):
     """Load a bucket into target and draft; each rank of the server opens a payload of its own."""
 
     path = "/update_weights_from_tensor"
@@ -103,7 +103,7 @@ class UpdateFromTensor(Route):
 
 
 @dataclass(frozen=True)
-class UpdateVersion(Route):
+class UpdateVersion(ServerRequest):
     """Name the weights; the server itself counts nothing."""
 
     path = "/update_weight_version"
@@ -112,7 +112,7 @@ class UpdateVersion(Route):
 
 
 @dataclass(frozen=True)
-class CheckWeights(Route):
+class CheckWeights(ServerRequest):
     """Checksums of all tensors, or noise into all of them. `selector` is known to servers with sessions."""
 
     path = "/weights_checker"
@@ -121,7 +121,7 @@ class CheckWeights(Route):
 
 
 @dataclass(frozen=True)
-class Health(Route):
+class HealthGenerate(ServerRequest):
     """Whether the server can generate a token."""
 
     method = "GET"
@@ -130,21 +130,21 @@ class Health(Route):
 
 
 @dataclass(frozen=True)
-class ModelInfo(Route):
+class ModelInfo(ServerRequest):
     method = "GET"
     path = "/model_info"
     key = "api"
 
 
 @dataclass(frozen=True)
-class ServerInfo(Route):
+class ServerInfo(ServerRequest):
     method = "GET"
     path = "/server_info"
     key = "api"
 
 
 @dataclass(frozen=True)
-class ProbeUpdateSessions(Route):
+class ProbeUpdateSessions(ServerRequest):
     """405 where updates run in sessions (0.5.21 and later), 404 where they do not; nothing happens."""
 
     method = "GET"
@@ -181,7 +181,7 @@ def read_answer(
 ) -> Answer:
     """Return the answer of a reply to `build_generate`, behind the tokens that it had before.
 
-    Raise AnswerRefused for one that cannot be learned from.
+    Raise InvalidAnswer for one that cannot be learned from.
     """
     try:
         meta = document["meta_info"]
@@ -191,16 +191,16 @@ def read_answer(
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
         versions = sorted({str(span["version"]) for span in spans})
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise AnswerRefused(f"its reply is not an answer: {format_value(document)}.") from error
+        raise InvalidAnswer(f"its reply is not an answer: {format_value(document)}.") from error
     limit = sampling.max_completion_length - (len(partial.ids) if partial else 0)
     if len(pairs) != len(ids) or [token for _, token in pairs] != ids:
-        raise AnswerRefused(f"it returned {len(ids)} tokens but log-probabilities of {len(pairs)}.")
+        raise InvalidAnswer(f"it returned {len(ids)} tokens but log-probabilities of {len(pairs)}.")
     if foreign := [token for token in ids if not 0 <= token < vocab_size]:
-        raise AnswerRefused(f"it returned token {foreign[0]}, but the vocabulary has {vocab_size} tokens.")
+        raise InvalidAnswer(f"it returned token {foreign[0]}, but the vocabulary has {vocab_size} tokens.")
     if not all(math.isfinite(value) and value <= 1e-3 for value, _ in pairs):
-        raise AnswerRefused("it returned invalid log-probabilities.")
+        raise InvalidAnswer("it returned invalid log-probabilities.")
     if versions != [str(version)]:
-        raise AnswerRefused(f"it answered with version {', '.join(versions)}, not {version}.")
+        raise InvalidAnswer(f"it answered with version {', '.join(versions)}, not {version}.")
     reason = _FINISH_REASONS.get(kind)
     is_stopped = bool(ids) and ids[-1] in sampling.stop
     if (
@@ -209,7 +209,7 @@ def read_answer(
         or (reason == "stop" and not is_stopped)
         or (reason == "length" and len(ids) < limit)
     ):
-        raise AnswerRefused(f"it ended an answer of {len(ids)} tokens with {format_value(kind)}.")
+        raise InvalidAnswer(f"it ended an answer of {len(ids)} tokens with {format_value(kind)}.")
     log_probs = np.array([value for value, _ in pairs], dtype=np.float32)
     tokens = np.full(len(ids), version, dtype=np.int32)
     if partial is not None:

@@ -15,9 +15,17 @@ from bundle.pretrained.writing import OutputTensor
 from bundle.rollouts.sglang.checksums import ChecksumSource
 from bundle.rollouts.sglang.client import Client
 from bundle.weight_sync.manifest import Manifest
-from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemoryWait, ReplicaSync, Step, SyncFailed, Verify
+from bundle.weight_sync.states import (
+    KV_CACHE,
+    Expect,
+    FreeMemoryWait,
+    Step,
+    SyncedReplica,
+    SyncFailed,
+    Verify,
+)
 from bundle.weight_sync.transports.files import FilesTransport, WrittenWeights
-from bundle.weight_sync.transports.ipc import Bucket, build_buckets, load_buckets
+from bundle.weight_sync.transports.ipc import Bucket, build_module_aligned_buckets, send_buckets_in_background
 
 _log = logging.getLogger(__name__)
 # Checksums after every sync may take this share of the time from one sync to the next, or so many seconds.
@@ -48,9 +56,9 @@ class Replicas:
         """
         self.version: int | None = None
         # Whether another sync of the same version mends the last error.
-        self.has_lost_weights = False
+        self.can_recover_by_resync = False
         self.all = [
-            ReplicaSync(client, memory=memory, tags=(KV_CACHE,) if client.can_restart else ())
+            SyncedReplica(client, memory=memory, tags=(KV_CACHE,) if client.can_restart else ())
             for client in clients
         ]
         self._declared, self._files, self._checksums = declared, files, checksums
@@ -61,7 +69,7 @@ class Replicas:
         self._bucket_manifest: Manifest | None = None
 
     @property
-    def usable(self) -> list[ReplicaSync[Client]]:
+    def usable(self) -> list[SyncedReplica[Client]]:
         """Those that have the version."""
         return [sync for sync in self.all if sync.version is not None and sync.version == self.version]
 
@@ -70,33 +78,33 @@ class Replicas:
 
         A replica that fails is left out until the next sync. Raise JobFailed where none takes them.
         """
-        self.version, self.has_lost_weights = None, False
+        self.version, self.can_recover_by_resync = None, False
         if self._bucket_manifest is not None:
             self._weights = None
             self._send_buckets(version, tensors, self._bucket_manifest)
             return
         weights = self._files.write(version, tensors)
-        weights.manifest.check_names(self._declared)
+        weights.manifest.check_server_tensors(self._declared)
         self._weights = weights
         self._load_files(weights)
         self._files.remove_others(weights.directory)
         if self._bucket_device is not None:
-            self._prove_buckets(weights, self._bucket_device)
+            self._try_bucket_transport(weights, self._bucket_device)
 
     def load_again(self) -> None:
         """Load the version again, where no replica has it. Raise JobFailed where none takes it."""
         if self._weights is None:
-            self.version, self.has_lost_weights = None, True
+            self.version, self.can_recover_by_resync = None, True
             raise JobFailed("rollout: no server has the weights any more, and no file has them.")
         self._load_files(self._weights)
 
-    def rest(self) -> None:
+    def release_cache_until_sync(self) -> None:
         """Pause the servers and release their KV cache."""
         self.version = None
         for sync in self.all:
             if sync.version is not None:
                 try:
-                    sync.rest()
+                    sync.pause_and_release_memory()
                 except JobFailed as error:
                     _log.error("%s", error)
 
@@ -115,28 +123,32 @@ class Replicas:
         """
         version = weights.manifest.version
 
-        def load(sync: ReplicaSync[Client]) -> None:
-            expect = self._expect(weights.directory)
+        def load(sync: SyncedReplica[Client]) -> None:
+            expect = self._bind_expected_checksums(weights.directory)
             sync.sync(version, lambda replica: replica.load(weights.directory), expect, self._verify)
 
         for _ in range(2):
-            if _attempt(load, self.all):
+            if _attempt_concurrently(load, self.all):
                 break
         else:
             raise self._build_error(version)
-        self._count_sync(version)
+        self._record_sync_and_downgrade_verify(version)
 
-    def _prove_buckets(self, weights: WrittenWeights, device: torch.device) -> None:
+    def _try_bucket_transport(self, weights: WrittenWeights, device: torch.device) -> None:
         """Send a version that all have by files once more, in buckets; use these from then on, or never."""
         version, usable = weights.manifest.version, self.usable
 
         def load(replica: Client) -> None:
-            load_buckets(build_buckets(weights.read_tensors(device)), replica.load_bucket)
+            send_buckets_in_background(
+                build_module_aligned_buckets(weights.read_tensors(device)), replica.load_bucket
+            )
 
-        expect = self._expect(weights.directory)
-        proven = _attempt(lambda sync: sync.sync(version, load, expect, proves_coverage=True), usable)
+        expect = self._bind_expected_checksums(weights.directory)
+        proven = _attempt_concurrently(
+            lambda sync: sync.sync(version, load, expect, proves_coverage=True), usable
+        )
         if len(proven) < len(usable):
-            self._stop_buckets(usable)
+            self._fall_back_to_files(usable)
             self._load_files(weights)
             return
         self._bucket_manifest, self._weights = weights.manifest, None
@@ -144,42 +156,51 @@ class Replicas:
 
     def _send_buckets(self, version: int, tensors: Iterable[tuple[str, Tensor]], manifest: Manifest) -> None:
         """Send a version in buckets; each goes to all replicas before the next one."""
-        prepared = ready = _attempt(ReplicaSync.prepare, self.all)
+        prepared = ready = _attempt_concurrently(SyncedReplica.ensure_started_and_paused, self.all)
         needs_proof = self._verify == "always" or not all(sync.is_proven for sync in prepared)
         taking_seconds = 0.0
 
         def load(bucket: Bucket) -> None:
             nonlocal ready, taking_seconds
-            ready = _attempt(lambda sync: sync.send(lambda replica: replica.load_bucket(bucket)), ready)
+            ready = _attempt_concurrently(
+                lambda sync: sync.send(lambda replica: replica.load_bucket(bucket)), ready
+            )
             started = time.monotonic()
             if needs_proof and ready:
-                self._checksums.take(bucket)
+                self._checksums.add_bucket(bucket)
             taking_seconds += time.monotonic() - started
 
         stream = iter(tensors)
         try:
-            load_buckets(build_buckets(manifest.select_sent(stream)), load)
+            send_buckets_in_background(
+                build_module_aligned_buckets(manifest.check_and_filter_tensors(stream)), load
+            )
         except BaseException as error:
             for sync in ready:
                 sync.fail(Step.SEND, error)
-            self._stop_buckets(prepared)
-            self.has_lost_weights = isinstance(error, JobFailed)
+            self._fall_back_to_files(prepared)
+            self.can_recover_by_resync = isinstance(error, JobFailed)
             raise
         finally:
             for _ in stream:
                 pass
-        finished = _attempt(lambda sync: sync.finish(version, self._expect(None), self._verify), ready)
+        finished = _attempt_concurrently(
+            lambda sync: sync.verify_and_resume_serving(
+                version, self._bind_expected_checksums(None), self._verify
+            ),
+            ready,
+        )
         if len(finished) < len(prepared):
-            self._stop_buckets(prepared)
+            self._fall_back_to_files(prepared)
         if not finished:
-            self.has_lost_weights = True
+            self.can_recover_by_resync = True
             raise self._build_error(version)
-        self._count_sync(version, taking_seconds)
+        self._record_sync_and_downgrade_verify(version, taking_seconds)
 
-    def _expect(self, directory: Path | None) -> Expect:
-        return partial(self._checksums.compute, directory)
+    def _bind_expected_checksums(self, directory: Path | None) -> Expect:
+        return partial(self._checksums.compute_expected_checksums, directory)
 
-    def _stop_buckets(self, syncs: Sequence[ReplicaSync[Client]]) -> None:
+    def _fall_back_to_files(self, syncs: Sequence[SyncedReplica[Client]]) -> None:
         """Use files from now on, and say why."""
         reasons = [str(sync.failure) for sync in syncs if sync.failure is not None]
         _log.warning(
@@ -189,10 +210,10 @@ class Replicas:
 
     def _build_error(self, version: int) -> JobFailed:
         failures = [sync.failure for sync in self.all if sync.failure is not None]
-        lines = [line for failure in failures for line in failure.list_lines()]
+        lines = [line for failure in failures for line in failure.list_failure_and_violations()]
         return JobFailed(f"rollout: no server loaded version {version} of the weights.", lines)
 
-    def _count_sync(self, version: int, taking_seconds: float = 0.0) -> None:
+    def _record_sync_and_downgrade_verify(self, version: int, taking_seconds: float = 0.0) -> None:
         """Count a successful sync; ask for no more checksums where they take too long."""
         now, is_first = time.monotonic(), self._synced_at is None
         self.version = version
@@ -216,12 +237,12 @@ class Replicas:
         self._synced_at = now
 
 
-def _attempt(
-    action: Callable[[ReplicaSync[Client]], None], syncs: Sequence[ReplicaSync[Client]]
-) -> list[ReplicaSync[Client]]:
+def _attempt_concurrently(
+    action: Callable[[SyncedReplica[Client]], None], syncs: Sequence[SyncedReplica[Client]]
+) -> list[SyncedReplica[Client]]:
     """Do this with all replicas at once; return those where it has gone through, and log why others fail."""
 
-    def attempt(sync: ReplicaSync[Client]) -> bool:
+    def attempt(sync: SyncedReplica[Client]) -> bool:
         try:
             action(sync)
         except SyncFailed as error:

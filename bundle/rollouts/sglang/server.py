@@ -23,19 +23,19 @@ from bundle.planning.rollout import OLDEST_SGLANG
 from bundle.rollouts.sglang import guard
 from bundle.rollouts.sglang.client import Client, Keys
 
-_LAST_LINES = 12
+_LOG_TAIL_LINES = 12
 _RESTARTS, _BACKOFF_SECONDS = 5, 1.0
 _PROBE_SECONDS, _PAUSE_SECONDS = 30.0, 0.2
 # What torchrun tells a rank: a server would take itself for one.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_FIND_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+_VERSION_SCRIPT = "import importlib.metadata as m; print(m.version('sglang'))"
 
 
 def check_installation(python: str) -> str:
     """Return the version of SGLang in that Python. Raise EnvironmentUnfit without one, or with an old one."""
     try:
         result = subprocess.run(
-            [python, "-c", _FIND_VERSION],
+            [python, "-c", _VERSION_SCRIPT],
             capture_output=True,
             text=True,
             timeout=60,
@@ -95,7 +95,7 @@ class ServerProcess:
         self._python, self._arguments, self._log = python, tuple(arguments), log
         self._read_memory_arguments = read_memory_arguments
         self._process: subprocess.Popen[bytes] | None = None
-        self._tail: deque[str] = deque(maxlen=_LAST_LINES)
+        self._tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
         self._reader: threading.Thread | None = None
 
     def start(self) -> str:
@@ -212,7 +212,7 @@ class ServerReplica(Client):
             time.sleep(self._backoff_seconds * 2 ** (self._starts - 1))
         self._starts += 1
         name = self.name
-        self.connect(self._launcher.start())
+        self.set_address(self._launcher.start())
         self.name, self._keys = name, self._launcher.keys
         deadline = time.monotonic() + self._start_seconds
         while not self.is_healthy(min(_PROBE_SECONDS, self._start_seconds)):

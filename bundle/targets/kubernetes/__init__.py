@@ -19,9 +19,14 @@ from bundle.targets.kubernetes import ascendjob, jobset, rayjob, trainer, volcan
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.patching import apply_patches, read_patches
 from bundle.targets.kubernetes.pod import Workload
-from bundle.targets.kubernetes.status import WorkloadOutcome, read_conditions, read_phase, read_ray_status
+from bundle.targets.kubernetes.status import (
+    WorkloadOutcome,
+    read_conditions,
+    read_ray_status,
+    read_volcano_phase,
+)
 
-_LARGEST_FILE = 1_000_000  # bytes; a ConfigMap holds 1 MiB with its names
+_MAX_JOB_FILE_BYTES = 1_000_000  # bytes; a ConfigMap holds 1 MiB with its names
 
 
 class Form(NamedTuple):
@@ -37,20 +42,24 @@ class Form(NamedTuple):
     extra: str = ""  # our extra that its image needs, and that the images that we build lack
 
 
-# By the name that --form takes, as in FORM_HELP.
+# By the name that --form takes, as in WORKLOAD_FORM_DESCRIPTIONS.
 FORMS = {
     "jobset": Form(jobset.API, "JobSet", jobset.build_jobset),
     "job": Form(jobset.JOB_API, "Job", jobset.build_indexed_job),
     "trainjob": Form(trainer.API_VERSION, "TrainJob", trainer.build_trainjob),
     "volcano": Form(
-        volcano.API_VERSION, "Job", volcano.build_volcano_job, read_outcome=read_phase, topology="[1-9][0-9]*"
+        volcano.API_VERSION,
+        "Job",
+        volcano.build_volcano_job,
+        read_outcome=read_volcano_phase,
+        topology="[1-9][0-9]*",
     ),
     "rayjob": Form(
         rayjob.API_VERSION,
         "RayJob",
         rayjob.build_rayjob,
         read_outcome=read_ray_status,
-        most_characters=rayjob.MOST_CHARACTERS,
+        most_characters=rayjob.MAX_NAME_CHARACTERS,
         extra="ray",
     ),
     "ascendjob": Form(
@@ -68,7 +77,7 @@ def build_workload_name(job: Job) -> str:
     return re.sub(r"[^a-z0-9]+", "-", job.recipe.name.lower()).strip("-")
 
 
-def explain_missing_extra(form: str) -> str:
+def describe_extra_missing_from_images(form: str) -> str:
     """Return the message about a form that none of our images can run; empty where ours can run it."""
     extra = FORMS[form].extra
     return extra and (
@@ -84,14 +93,14 @@ def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
     wrong = [
         *options.find_violations(name, job.nodes),
         *_find_misfits(job, options),
-        *workload.find_misfits(),
+        *workload.find_option_violations(),
     ]
-    wrong += volcano.find_misfits(workload)
-    if (size := len(job_text.encode())) > _LARGEST_FILE:
+    wrong += volcano.find_invalid_super_pod_block(workload)
+    if (size := len(job_text.encode())) > _MAX_JOB_FILE_BYTES:
         wrong.append(f"the job file has {size} bytes, more than a ConfigMap holds: shorten the recipe")
     if wrong:
         raise UsageError("the Kubernetes objects cannot be generated", wrong)
-    file = workload.build_object("v1", "ConfigMap", workload.config_map)
+    file = workload.build_manifest_skeleton("v1", "ConfigMap", workload.config_map)
     file |= {"immutable": True, "data": {FILE_NAME: LiteralScalarString(job_text)}}
     manifests = [file, *FORMS[options.form].render(workload)]
     if options.patch is not None:

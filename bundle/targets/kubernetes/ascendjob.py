@@ -14,19 +14,19 @@ from bundle.targets.kubernetes.volcano import SCHEDULER_NAME, build_super_pod_an
 API_VERSION = "mindxdl.gitee.com/v1"
 CONTAINER, PORT_NAME, PORT = "ascend", "ascendjob-port", 2222
 _RING_LABEL = "ring-controller.atlas"
-_VOLCANO_QUEUE = "default"  # Volcano's default; the operator always needs a queue
+_DEFAULT_VOLCANO_QUEUE = "default"  # Volcano's default; the operator always needs a queue
 
 
 def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
     """Return an AscendJob: one master, and workers for the nodes after the first."""
     restarts = workload.options.restarts
     ring = {_RING_LABEL: "ascend-910" if workload.job.generation == "a1" else "ascend-910b"}
-    manifest = workload.build_manifest(
+    manifest = workload.build_annotated_manifest_skeleton(
         API_VERSION, "AscendJob", {"framework": "pytorch"} | ring, build_super_pod_annotation(workload)
     )
     # When one pod fails, all pods are deleted with time to save, and start again.
     manifest["metadata"]["labels"] |= {"fault-scheduling": "grace", "fault-retry-times": str(restarts)}
-    template = workload.build_template(workload.arguments, CONTAINER)
+    template = workload.build_template(workload.train_arguments_without_rendezvous, CONTAINER)
     template["metadata"]["labels"] |= ring
     template["spec"]["schedulerName"] = SCHEDULER_NAME
     ports = template["spec"]["containers"][0].setdefault("ports", [])
@@ -43,7 +43,7 @@ def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
             "ttlSecondsAfterFinished": workload.options.keep_seconds,
             "schedulingPolicy": {
                 "minAvailable": workload.job.nodes,
-                "queue": workload.options.queue or _VOLCANO_QUEUE,
+                "queue": workload.options.queue or _DEFAULT_VOLCANO_QUEUE,
                 **({"priorityClass": workload.options.priority} if workload.options.priority else {}),
             },
         },

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.errors import LaunchUnavailable
-from bundle.targets.client import IMPORT_LOCK
-from bundle.targets.kubernetes.pod import INSTANCE_LABEL, MANAGER_SELECTOR, is_from_job
+from bundle.errors import TargetUnavailable
+from bundle.targets.client import CLIENT_IMPORT_THREAD_LOCK
+from bundle.targets.kubernetes.pod import INSTANCE_LABEL, MANAGED_OBJECTS_SELECTOR, is_from_job
 from bundle.targets.states import TargetNotConfigured
 
 # The longest time for one answer; the longest silence of a stream before it counts as cut.
 TIMEOUT_SECONDS, SILENT_SECONDS = 60, 300
-_CORE_KINDS = {
+_CORE_API_METHOD_SUFFIXES = {
     "ConfigMap": "config_map",
     "Service": "service",
 }  # Kubernetes' own kinds, as the client spells them
@@ -33,7 +33,7 @@ _NAMESPACE_FILE = Path(
 )  # the pod of this process, if any
 
 
-class ServerUnreachable(LaunchUnavailable):
+class ServerUnreachable(TargetUnavailable):
     """The error that no API server has answered: it is unknown whether the request was carried out."""
 
 
@@ -71,7 +71,7 @@ def delete(existing: Mapping[str, Any], *, unchanged: bool = False) -> None:
         _call_api("delete", existing, body=delete_options)
 
 
-def list_workloads(api: str, kind: str, namespace: str) -> list[dict[str, Any]]:
+def list_managed_workloads(api: str, kind: str, namespace: str) -> list[dict[str, Any]]:
     """Return the objects of a kind that mcore-bundle created; none where the cluster lacks the kind."""
     group, _, version = api.partition("/")
     with _translate_errors():
@@ -83,7 +83,7 @@ def list_workloads(api: str, kind: str, namespace: str) -> list[dict[str, Any]]:
                 version,
                 namespace,
                 _to_plural(kind),
-                label_selector=MANAGER_SELECTOR,
+                label_selector=MANAGED_OBJECTS_SELECTOR,
                 **_TIMEOUT_ARGUMENTS,
             )
         except NotFoundException:
@@ -104,7 +104,7 @@ def read_log(namespace: str, pod: str) -> str:
         return str(_connect().core.read_namespaced_pod_log(pod, namespace, **_TIMEOUT_ARGUMENTS))
 
 
-def stream_log(namespace: str, pod: str, since_seconds: int | None = None) -> Iterator[str]:
+def stream_timestamped_log(namespace: str, pod: str, since_seconds: int | None = None) -> Iterator[str]:
     """Yield the lines of a pod, each after its time, until the pod or the stream ends.
 
     With `since_seconds`, only lines of the last `since_seconds` seconds. Raise ServerUnreachable where the
@@ -149,7 +149,7 @@ def find_objection(manifest: dict[str, Any]) -> str | None:
     return None
 
 
-def make(manifest: dict[str, Any]) -> dict[str, Any] | None:
+def create_if_absent(manifest: dict[str, Any]) -> dict[str, Any] | None:
     """Create an object and return it as the cluster has it; None where it exists already."""
     with _translate_errors():
         from kubernetes.client.exceptions import ConflictException
@@ -164,7 +164,7 @@ def patch_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
     """Set the owner of an object of a job, and create the object where it is gone.
 
     The cluster deletes the object with its owner, or with the last of several owners. An older owner with the
-    same kind and name is replaced. Raise LaunchUnavailable where another process keeps changing the object.
+    same kind and name is replaced. Raise TargetUnavailable where another process keeps changing the object.
     """
     with _translate_errors():
         from kubernetes.client.exceptions import ConflictException, NotFoundException
@@ -193,7 +193,7 @@ def patch_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
                 return
             except (ConflictException, NotFoundException):
                 continue
-    raise LaunchUnavailable(f"{manifest['kind']} {manifest['metadata']['name']}: another client changes it")
+    raise TargetUnavailable(f"{manifest['kind']} {manifest['metadata']['name']}: another client changes it")
 
 
 def _call_api(verb: str, manifest: Mapping[str, Any], *content: Any, **arguments: Any) -> Any:
@@ -202,8 +202,10 @@ def _call_api(verb: str, manifest: Mapping[str, Any], *content: Any, **arguments
     namespace = metadata.get("namespace")
     names = [] if verb == "create" else [metadata["name"]]
     content = (manifest,) if verb == "create" else content
-    if kind in _CORE_KINDS:
-        call = getattr(cluster.core, f"{'read' if verb == 'get' else verb}_namespaced_{_CORE_KINDS[kind]}")
+    if kind in _CORE_API_METHOD_SUFFIXES:
+        call = getattr(
+            cluster.core, f"{'read' if verb == 'get' else verb}_namespaced_{_CORE_API_METHOD_SUFFIXES[kind]}"
+        )
         answer = call(*names, namespace, *content, **arguments, **_TIMEOUT_ARGUMENTS)
     else:
         group, _, version = manifest["apiVersion"].partition("/")
@@ -221,7 +223,7 @@ def _to_plural(kind: str) -> str:
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Raise LaunchUnavailable for an API server's refusal, and ServerUnreachable where none answers."""
+    """Raise TargetUnavailable for an API server's refusal, and ServerUnreachable where none answers."""
     _connect()
     from kubernetes.client.exceptions import ApiException
 
@@ -229,7 +231,7 @@ def _translate_errors() -> Iterator[None]:
         with _translate_connection_errors():
             yield
     except ApiException as error:
-        raise LaunchUnavailable(f"the cluster refuses: {_read_error(error)}") from error
+        raise TargetUnavailable(f"the cluster refuses: {_read_error(error)}") from error
 
 
 @contextmanager
@@ -259,7 +261,7 @@ def _connect() -> _Cluster:
     Raise TargetNotConfigured where no cluster is configured, or the client is not installed.
     """
     try:
-        with IMPORT_LOCK:
+        with CLIENT_IMPORT_THREAD_LOCK:
             from kubernetes import client, config
     except ImportError:
         raise TargetNotConfigured(
@@ -276,7 +278,7 @@ def _connect() -> _Cluster:
         except config.ConfigException:
             message = f"no cluster is configured: {files.to_printable(str(error))}"
             raise TargetNotConfigured(message) from error
-        namespace = files.read_text(_NAMESPACE_FILE)
+        namespace = files.read_text_if_small(_NAMESPACE_FILE)
     configuration = client.Configuration.get_default_copy()
     configuration.retries = False
     streams = client.CoreV1Api(client.ApiClient(configuration))

@@ -11,21 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import ExitCode, LaunchUnavailable
+from bundle.errors import ExitCode, TargetUnavailable
 from bundle.launch.job import Job
 from bundle.targets.kubernetes import FORMS, build_objects, client
 from bundle.targets.kubernetes.logs import PodLogs
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import DIRECTORY_ANNOTATION, INSTANCE_LABEL, is_from_job
-from bundle.targets.kubernetes.trainer import RUNTIME_KIND
-from bundle.targets.states import JobState, ListedJob, find_exit_code, poll_states
+from bundle.targets.kubernetes.trainer import TRAINING_RUNTIME_KIND
+from bundle.targets.states import JobState, ListedJob, find_exit_code, yield_polled_states
 
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 
 
-class _UnknownOutcome(LaunchUnavailable):
+class _UnknownOutcome(TargetUnavailable):
     """The error that it is unknown whether the workload was created; the objects that it needs must stay."""
 
 
@@ -33,24 +33,24 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     """Create the objects of a job and return the name of the job.
 
     The server checks all objects before one is created. The objects that pods need are created before the
-    workload and deleted with it, or at once where the workload is not created. Raise LaunchUnavailable with
+    workload and deleted with it, or at once where the workload is not created. Raise TargetUnavailable with
     all objections of the cluster, and where the job runs already.
     """
     options = replace(options, namespace=options.namespace or client.get_namespace())
-    *dependencies, workload = [_to_json_value(manifest) for manifest in build_objects(job, options)]
+    *dependencies, workload = [_to_builtin_json_types(manifest) for manifest in build_objects(job, options)]
     name = f"{options.form}/{options.namespace}/{workload['metadata']['name']}"
-    _remove_ended_job(name)
+    _remove_ended_refuse_running_job(name)
     # A cluster accepts a workload only after the runtime that it names.
-    runtimes = [manifest for manifest in dependencies if manifest["kind"] == RUNTIME_KIND]
+    runtimes = [manifest for manifest in dependencies if manifest["kind"] == TRAINING_RUNTIME_KIND]
     pod_inputs = [manifest for manifest in dependencies if manifest not in runtimes]
     created_objects: list[dict[str, Any]] = []
     try:
         _dry_run_objects(runtimes)
-        _make_objects(runtimes, created_objects)
+        _create_missing_objects(runtimes, created_objects)
         _dry_run_objects([*pod_inputs, workload])
-        _make_objects(pod_inputs, created_objects)
-        created_workload = _make_workload(workload, name)
-    except LaunchUnavailable as error:
+        _create_missing_objects(pod_inputs, created_objects)
+        created_workload = _create_workload_or_raise(workload, name)
+    except TargetUnavailable as error:
         if not isinstance(error, _UnknownOutcome):
             _remove_objects(created_objects)
         raise
@@ -59,7 +59,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     for manifest in dependencies:
         try:
             client.patch_owner(manifest, owner)
-        except LaunchUnavailable as error:
+        except TargetUnavailable as error:
             text = "%s: deleting the job will not delete %s, because its ownerReferences could not be set: %s"
             _log.warning(text, name, _format_object(manifest), error)
     return name
@@ -73,17 +73,17 @@ def list_jobs() -> Iterator[ListedJob]:
     namespace = client.get_namespace()
     for form, (api, kind, *_) in FORMS.items():
         try:
-            workloads = client.list_workloads(api, kind, namespace)
+            workloads = client.list_managed_workloads(api, kind, namespace)
         except client.ServerUnreachable:
             raise
-        except LaunchUnavailable as error:
+        except TargetUnavailable as error:
             _log.warning("--form %s: the jobs in namespace %s are not listed: %s", form, namespace, error)
             continue
         for workload in workloads:
             metadata = workload["metadata"]
             name = f"{form}/{namespace}/{metadata['name']}"
             if is_from_job(workload, metadata["name"]):
-                state = _read_pod_state(name, _read_state(name, workload))
+                state = _refine_pending_state(name, _read_state(name, workload))
                 directory = Path((metadata.get("annotations") or {}).get(DIRECTORY_ANNOTATION, ""))
                 yield ListedJob(name, state.name, state.has_ended, directory)
 
@@ -91,15 +91,15 @@ def list_jobs() -> Iterator[ListedJob]:
 def query_state(name: str) -> JobState:
     """Return the state of a job as the cluster reports it.
 
-    Raise LaunchUnavailable where the cluster does not know the job.
+    Raise TargetUnavailable where the cluster does not know the job.
     """
     now = _query_workload(name)
     if now is None:
-        raise LaunchUnavailable(f"kubernetes:{name}: no such job; it was stopped, or it expired")
-    return _read_pod_state(name, now)
+        raise TargetUnavailable(f"kubernetes:{name}: no such job; it was stopped, or it expired")
+    return _refine_pending_state(name, now)
 
 
-def _read_pod_state(name: str, now: JobState) -> JobState:
+def _refine_pending_state(name: str, now: JobState) -> JobState:
     """Return the state of a job in state `now`, which for a pending job depends on its pods."""
     if now.code is not None or now.name != "PENDING":
         return now
@@ -114,9 +114,9 @@ def _read_pod_state(name: str, now: JobState) -> JobState:
     return JobState("PENDING", waits or now.reason, None)
 
 
-def stop(name: str) -> None:
+def request_stop(name: str) -> None:
     """Tell a job to save and end: its pods get their time for that; then its objects are deleted."""
-    existing = client.find_object(_identify_workload(name))
+    existing = client.find_object(_build_workload_reference(name))
     if existing is None:
         query_state(name)  # raises, as there is none
     else:
@@ -138,13 +138,13 @@ def follow(name: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
     """
     streams = PodLogs(name.split("/")[1])
     for _ in _poll_states(name, seconds):
-        streams.open(_list_started_pods(name))
-        yield from streams.read_lines()
+        streams.has_incomplete_logs_after_reopening(_list_started_pods(name))
+        yield from streams.read_new_lines()
     pods, deadline = _list_started_pods(name), time.monotonic() + client.TIMEOUT_SECONDS
-    while streams.open(pods, last=True) and time.monotonic() < deadline:
-        yield from streams.read_lines()
+    while streams.has_incomplete_logs_after_reopening(pods, last=True) and time.monotonic() < deadline:
+        yield from streams.read_new_lines()
         time.sleep(min(seconds, 0.1))
-    yield from streams.read_lines()
+    yield from streams.read_new_lines()
 
 
 def wait(name: str, seconds: float = POLL_SECONDS) -> int:
@@ -153,7 +153,7 @@ def wait(name: str, seconds: float = POLL_SECONDS) -> int:
 
 
 def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
-    """Yield the states of a job. Raise LaunchUnavailable where the cluster does not know the job."""
+    """Yield the states of a job. Raise TargetUnavailable where the cluster does not know the job."""
     is_known = False
 
     def query() -> JobState:
@@ -166,12 +166,12 @@ def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
             "STOPPED", "the job's Kubernetes objects were deleted", int(ExitCode.TERMINATED)
         )
 
-    yield from poll_states(query, seconds)
+    yield from yield_polled_states(query, seconds)
 
 
 def _query_workload(name: str) -> JobState | None:
     """Return the state in the workload's own status; None where there is no such workload."""
-    workload = client.find_object(_identify_workload(name))
+    workload = client.find_object(_build_workload_reference(name))
     return None if workload is None else _read_state(name, workload)
 
 
@@ -183,7 +183,9 @@ def _read_state(name: str, workload: dict[str, Any]) -> JobState:
         return JobState("COMPLETED", "", int(ExitCode.OK))
     if outcome.succeeded is False:
         return JobState(
-            "FAILED", reason, _read_exit_code(_list_pods(name)) if outcome.code is None else outcome.code
+            "FAILED",
+            reason,
+            _find_first_failure_exit_code(_list_pods(name)) if outcome.code is None else outcome.code,
         )
     if workload["metadata"].get("deletionTimestamp"):
         return JobState("STOPPING", "its pods save and end", None)
@@ -191,7 +193,7 @@ def _read_state(name: str, workload: dict[str, Any]) -> JobState:
     return JobState("SUSPENDED" if suspended else "PENDING", reason, None)
 
 
-def _read_exit_code(pods: list[Any]) -> int:
+def _find_first_failure_exit_code(pods: list[Any]) -> int:
     """Return the exit code of the pod that failed first; that of a failed job where no pod is left.
 
     Preempted pods are replaced; their code counts only where no other pod has failed.
@@ -227,29 +229,29 @@ def _list_started_pods(name: str) -> list[Any]:
 
 
 def _dry_run_objects(manifests: list[dict[str, Any]]) -> None:
-    """Raise LaunchUnavailable with all objections of the cluster to objects; nothing is created."""
+    """Raise TargetUnavailable with all objections of the cluster to objects; nothing is created."""
     if objections := [objection for manifest in manifests if (objection := client.find_objection(manifest))]:
-        raise LaunchUnavailable("the cluster does not accept the job", objections)
+        raise TargetUnavailable("the cluster does not accept the job", objections)
 
 
-def _make_objects(manifests: list[dict[str, Any]], created_objects: list[dict[str, Any]]) -> None:
+def _create_missing_objects(manifests: list[dict[str, Any]], created_objects: list[dict[str, Any]]) -> None:
     """Create the objects that do not exist yet, and add them to `created_objects`."""
     for manifest in manifests:
-        if created := client.make(manifest):
+        if created := client.create_if_absent(manifest):
             created_objects.append(manifest | {"metadata": created["metadata"]})
 
 
-def _make_workload(workload: dict[str, Any], name: str) -> dict[str, Any]:
+def _create_workload_or_raise(workload: dict[str, Any], name: str) -> dict[str, Any]:
     """Create the workload and return it.
 
-    Raise LaunchUnavailable where it is not created, and _UnknownOutcome where it may have been created.
+    Raise TargetUnavailable where it is not created, and _UnknownOutcome where it may have been created.
     """
     try:
-        created = client.make(workload)
+        created = client.create_if_absent(workload)
     except client.ServerUnreachable as error:
         try:
             created = client.find_object(workload)  # the answer or the request was lost
-        except LaunchUnavailable:
+        except TargetUnavailable:
             raise _UnknownOutcome(
                 f"{error}; it is unknown whether the job was created. Check `mcore-bundle launch status"
                 f" kubernetes:{name}`. If the job does not exist, run the same launch command again"
@@ -257,7 +259,7 @@ def _make_workload(workload: dict[str, Any], name: str) -> dict[str, Any]:
         if created is None:
             raise
     if created is None:
-        raise LaunchUnavailable(f"kubernetes:{name}: another client created it at the same time")
+        raise TargetUnavailable(f"kubernetes:{name}: another client created it at the same time")
     return created
 
 
@@ -266,18 +268,18 @@ def _remove_objects(created_objects: list[dict[str, Any]]) -> None:
     for manifest in reversed(created_objects):
         try:
             client.delete(manifest, unchanged=True)
-        except LaunchUnavailable as error:
+        except TargetUnavailable as error:
             _log.warning("%s was not deleted: %s", _format_object(manifest), error)
 
 
-def _remove_ended_job(name: str) -> None:
-    """Remove the job of that name where it has ended. Raise LaunchUnavailable where it has not."""
-    existing = client.find_object(_identify_workload(name))
+def _remove_ended_refuse_running_job(name: str) -> None:
+    """Remove the job of that name where it has ended. Raise TargetUnavailable where it has not."""
+    existing = client.find_object(_build_workload_reference(name))
     if existing is None:
         return
     _refuse_foreign_workload(existing, name)
     if _read_state(name, existing).code is None:
-        raise LaunchUnavailable(
+        raise TargetUnavailable(
             f"kubernetes:{name} exists and has not ended. Follow it with `mcore-bundle launch logs"
             f" kubernetes:{name}`, or choose another --name"
         )
@@ -286,16 +288,16 @@ def _remove_ended_job(name: str) -> None:
         if client.find_object(existing) is None:
             return
         time.sleep(1)
-    raise LaunchUnavailable(f"kubernetes:{name}: has ended, but its objects were not deleted in time")
+    raise TargetUnavailable(f"kubernetes:{name}: has ended, but its objects were not deleted in time")
 
 
 def _refuse_foreign_workload(manifest: dict[str, Any], name: str) -> None:
-    """Raise LaunchUnavailable for a workload that mcore-bundle did not create."""
+    """Raise TargetUnavailable for a workload that mcore-bundle did not create."""
     if not is_from_job(manifest, manifest["metadata"]["name"]):
-        raise LaunchUnavailable(f"kubernetes:{name}: was not created by mcore-bundle, and is left unchanged")
+        raise TargetUnavailable(f"kubernetes:{name}: was not created by mcore-bundle, and is left unchanged")
 
 
-def _identify_workload(name: str) -> dict[str, Any]:
+def _build_workload_reference(name: str) -> dict[str, Any]:
     """Return the API version, kind, namespace and name of a job's workload, from the job's name."""
     form, namespace, job_name = name.split("/")
     metadata = {"namespace": namespace, "name": job_name}
@@ -306,6 +308,6 @@ def _format_object(manifest: dict[str, Any]) -> str:
     return f"{manifest['kind']} {manifest['metadata']['name']}"
 
 
-def _to_json_value(value: Any) -> Any:
+def _to_builtin_json_types(value: Any) -> Any:
     """Return the value as plain JSON data, without subclasses of str."""
     return json.loads(json.dumps(value))

@@ -10,22 +10,22 @@ from bundle.launch.starters import DEFAULT_PORT
 from bundle.targets.kubernetes.pod import CONTAINER_NAME, PERMANENT_EXIT_CODES, Workload
 
 API, JOB_API = "jobset.x-k8s.io/v1alpha2", "batch/v1"
-REPLICATED_JOB = "node"
+REPLICATED_JOB_NAME = "node"
 _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
 def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
     """Return a Service and an indexed Job, which need nothing installed; a lost pod ends the Job."""
-    service = workload.build_object("v1", "Service")
+    service = workload.build_manifest_skeleton("v1", "Service")
     service["spec"] = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {"batch.kubernetes.io/job-name": workload.name},
         "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
     }
-    manifest = workload.build_manifest(JOB_API, "Job", workload.queue_labels)
+    manifest = workload.build_annotated_manifest_skeleton(JOB_API, "Job", workload.kueue_queue_labels)
     manifest["spec"] = build_job_spec(
-        workload, workload.build_arguments(f"{workload.name}-0.{workload.name}", _INDEX_VARIABLE)
+        workload, workload.build_container_arguments(f"{workload.name}-0.{workload.name}", _INDEX_VARIABLE)
     )
     manifest["spec"]["ttlSecondsAfterFinished"] = workload.options.keep_seconds
     manifest["spec"]["template"]["spec"]["subdomain"] = workload.name
@@ -34,10 +34,10 @@ def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
 
 def build_jobset(workload: Workload) -> list[dict[str, Any]]:
     """Return a JobSet, which starts all pods again when one is lost."""
-    manifest = workload.build_manifest(API, "JobSet", workload.queue_labels)
-    first = f"{workload.name}-{REPLICATED_JOB}-0-0.{workload.name}"
+    manifest = workload.build_annotated_manifest_skeleton(API, "JobSet", workload.kueue_queue_labels)
+    first = f"{workload.name}-{REPLICATED_JOB_NAME}-0-0.{workload.name}"
     manifest["spec"] = build_jobset_spec(
-        workload, build_job_spec(workload, workload.build_arguments(first, _INDEX_VARIABLE))
+        workload, build_job_spec(workload, workload.build_container_arguments(first, _INDEX_VARIABLE))
     )
     manifest["spec"]["ttlSecondsAfterFinished"] = workload.options.keep_seconds
     return [manifest]
@@ -55,14 +55,16 @@ def build_jobset_spec(
             "maxRestarts": workload.options.restarts,
             "rules": [{"name": "never", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
         },
-        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": metadata | {"spec": spec}}],
+        "replicatedJobs": [
+            {"name": REPLICATED_JOB_NAME, "replicas": 1, "template": metadata | {"spec": spec}}
+        ],
     }
 
 
 def build_job_spec(workload: Workload, arguments: list[str]) -> dict[str, Any]:
     """Return the specification of a Job with one pod for each node."""
     template = workload.build_template(arguments)
-    workload.keep_together(template)
+    workload.add_kueue_topology_annotation(template)
     return {
         "completionMode": "Indexed",
         "completions": workload.job.nodes,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from bundle.errors import LaunchUnavailable
+from bundle.errors import TargetUnavailable
 from bundle.targets.kubernetes import client
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class PodLogs:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._streams: dict[str, _PodLog] = {}
 
-    def open(self, pods: Sequence[Any], *, last: bool = False) -> bool:
+    def has_incomplete_logs_after_reopening(self, pods: Sequence[Any], *, last: bool = False) -> bool:
         """Open the logs of these pods that are not open, and return whether more lines may come.
 
         A pod's log is complete when a stream ends that was opened after the pod had ended. `last` says that
@@ -44,11 +44,11 @@ class PodLogs:
             new = _PodLog(self._namespace, pod.metadata.name, self._lines)
             stream = self._streams.setdefault(pod.metadata.uid, new)
             if not (stream.is_complete or stream.is_open) and flowing < MOST_STREAMS:
-                stream.open(has_ended=last or pod.status.phase in _ENDED_PHASES)
+                stream.start_reader_thread(has_ended=last or pod.status.phase in _ENDED_PHASES)
                 flowing += 1
         return any(not self._streams[pod.metadata.uid].is_complete for pod in pods)
 
-    def read_lines(self) -> Iterator[str]:
+    def read_new_lines(self) -> Iterator[str]:
         """Yield the lines that have come since the last call."""
         while not self._lines.empty():
             yield self._lines.get()
@@ -69,18 +69,20 @@ class _PodLog:
         """True if a thread reads the log."""
         return self._thread is not None and self._thread.is_alive()
 
-    def open(self, *, has_ended: bool) -> None:
+    def start_reader_thread(self, *, has_ended: bool) -> None:
         """Continue reading where the stream was cut, until it is cut again.
 
         Read to the end where the pod `has_ended`.
         """
-        self._thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
+        self._thread = threading.Thread(target=self._read_into_queue, args=(has_ended,), daemon=True)
         self._thread.start()
 
-    def _read(self, has_ended: bool) -> None:
+    def _read_into_queue(self, has_ended: bool) -> None:
         rest, resume_point = "", (self._last_time, self._last_time_lines)
         try:
-            for line in client.stream_log(self._namespace, self._pod, self._count_seconds_since()):
+            for line in client.stream_timestamped_log(
+                self._namespace, self._pod, self._compute_since_seconds()
+            ):
                 stamp, _, text = line.partition(" ")
                 if not line.endswith("\n"):
                     rest = text  # the stream was cut here, or the pod's last line has no end
@@ -97,7 +99,7 @@ class _PodLog:
                     self._lines.put(text)
         except client.ServerUnreachable:
             return
-        except LaunchUnavailable as error:
+        except TargetUnavailable as error:
             if self._last_refusal != str(error):
                 _log.warning("%s: %s", self._pod, error)
             self._last_refusal = str(error)
@@ -106,7 +108,7 @@ class _PodLog:
                 self._lines.put(rest)
             self.is_complete = True
 
-    def _count_seconds_since(self) -> int | None:
+    def _compute_since_seconds(self) -> int | None:
         """Return the seconds since the last line plus the clock skew; None where there is no line yet."""
         if not self._last_time:
             return None

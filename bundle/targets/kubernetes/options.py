@@ -12,11 +12,11 @@ import typer
 
 from bundle.errors import format_value
 from bundle.targets.kubernetes import scheduling
-from bundle.targets.kubernetes.scheduling import OBJECT_NAME, PLAIN_NAME, QUALIFIED_NAME
+from bundle.targets.kubernetes.scheduling import LABEL_KEY_REGEX, LABEL_VALUE_REGEX, OBJECT_NAME_PATTERN
 from bundle.targets.options import Grace, Preflight, allow_only
 
 # A description of each form, by the name that --form takes, the default first; FORMS builds them.
-FORM_HELP = {
+WORKLOAD_FORM_DESCRIPTIONS = {
     "jobset": "restarts all nodes when one is lost",
     "job": "ends when a node is lost, and needs no controller",
     "trainjob": "needs Kubeflow Trainer",
@@ -25,10 +25,10 @@ FORM_HELP = {
     "ascendjob": "needs MindCluster",
 }
 DEFAULT_CLAIM = "runs"  # the default PersistentVolumeClaim for run directories
-_LABEL_PATTERN = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_DNS_LABEL_PATTERN = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _PATH_PATTERN = r"(/(?!\.{1,2}(/|$))[\w@.-]+)+/?"
-_MOUNT_PATTERN = re.compile(rf"{OBJECT_NAME.pattern}:{_PATH_PATTERN}", re.ASCII)
-_DEVICE_PATTERN = re.compile(rf"[a-z0-9.-]+/{PLAIN_NAME}")
+_MOUNT_PATTERN = re.compile(rf"{OBJECT_NAME_PATTERN.pattern}:{_PATH_PATTERN}", re.ASCII)
+_DEVICE_PATTERN = re.compile(rf"[a-z0-9.-]+/{LABEL_VALUE_REGEX}")
 # Quantities in the form of apimachinery's resource.Quantity; extended resources take whole numbers.
 _QUANTITY_PATTERN = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
 _QUANTITY_FACTORS = {
@@ -36,13 +36,13 @@ _QUANTITY_FACTORS = {
     **{f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
 _CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
-_RESOURCE_PATTERN = re.compile(
+_RESOURCE_ASSIGNMENT_PATTERN = re.compile(
     rf"{_CORE_RESOURCE}=({_QUANTITY_PATTERN.pattern})|{_DEVICE_PATTERN.pattern}=[0-9]+"
 )
-_RESOURCE_FORM = "a Kubernetes resource and its quantity, such as memory=512Gi or rdma/ib=8"
-_SELECTOR_PATTERN = re.compile(rf"{QUALIFIED_NAME}=({PLAIN_NAME})?")
-_ANNOTATION_PATTERN = re.compile(rf"{QUALIFIED_NAME}=.*")
-_HOST_PATH = re.compile(rf"{_PATH_PATTERN}:{_PATH_PATTERN}", re.ASCII)
+_RESOURCE_SYNTAX_DESCRIPTION = "a Kubernetes resource and its quantity, such as memory=512Gi or rdma/ib=8"
+_SELECTOR_PATTERN = re.compile(rf"{LABEL_KEY_REGEX}=({LABEL_VALUE_REGEX})?")
+_ANNOTATION_PATTERN = re.compile(rf"{LABEL_KEY_REGEX}=.*")
+_HOST_PATH_MOUNT_PATTERN = re.compile(rf"{_PATH_PATTERN}:{_PATH_PATTERN}", re.ASCII)
 
 
 def parse_quantity(text: str) -> Fraction:
@@ -70,10 +70,10 @@ class KubernetesOptions:
     form: Annotated[
         str,
         typer.Option(
-            callback=allow_only(FORM_HELP, may_be_empty=False),
-            help="; ".join(f"{name} {text}" for name, text in FORM_HELP.items()) + ".",
+            callback=allow_only(WORKLOAD_FORM_DESCRIPTIONS, may_be_empty=False),
+            help="; ".join(f"{name} {text}" for name, text in WORKLOAD_FORM_DESCRIPTIONS.items()) + ".",
         ),
-    ] = next(iter(FORM_HELP))
+    ] = next(iter(WORKLOAD_FORM_DESCRIPTIONS))
     name: Annotated[str, typer.Option(help="Name the objects. Default: the recipe's name.")] = ""
     namespace: Annotated[str, typer.Option(help="Create objects here. Default: kubectl's namespace.")] = ""
     mounts: Annotated[
@@ -143,7 +143,7 @@ class KubernetesOptions:
     def find_violations(self, name: str, nodes: int) -> Iterator[str]:
         """Yield a message for each option that no cluster would accept."""
         longest = f"{name}-node-0-{nodes - 1}-xxxxx"  # the name of a pod, with the suffix of its controller
-        if not _LABEL_PATTERN.fullmatch(name) or len(longest) > 63:
+        if not _DNS_LABEL_PATTERN.fullmatch(name) or len(longest) > 63:
             most = 63 - len(longest) + len(name)
             yield f"--name {format_value(name)}: needs at most {most} lower-case letters, digits, dashes"
         if not self.image or not self.image.isprintable() or " " in self.image:
@@ -153,7 +153,7 @@ class KubernetesOptions:
         named |= {"runtime-class": self.runtime_class}
         pairs = [*named.items(), *(("image-pull-secret", name) for name in self.pull_secrets)]
         for option, value in pairs:
-            if (value or option == "claim") and not OBJECT_NAME.fullmatch(value):
+            if (value or option == "claim") and not OBJECT_NAME_PATTERN.fullmatch(value):
                 yield (
                     f"--{option} {format_value(value)}: must be a Kubernetes name of lower-case letters,"
                     " digits, - and ."
@@ -167,11 +167,16 @@ class KubernetesOptions:
                 _MOUNT_PATTERN,
                 "CLAIM:/PATH with a normalized path below /, such as data:/mnt/data",
             ),
-            ("resource", self.resources, _RESOURCE_PATTERN, _RESOURCE_FORM),
+            ("resource", self.resources, _RESOURCE_ASSIGNMENT_PATTERN, _RESOURCE_SYNTAX_DESCRIPTION),
             ("selector", self.selectors, _SELECTOR_PATTERN, "a Kubernetes label KEY=VALUE"),
             ("annotation", self.annotations, _ANNOTATION_PATTERN, "KEY=VALUE"),
             ("label", self.labels, _SELECTOR_PATTERN, "a Kubernetes label KEY=VALUE"),
-            ("host-path", self.host_paths, _HOST_PATH, "/ON-NODE:/PATH with normalized paths below /"),
+            (
+                "host-path",
+                self.host_paths,
+                _HOST_PATH_MOUNT_PATTERN,
+                "/ON-NODE:/PATH with normalized paths below /",
+            ),
         )
         for option, values, pattern, form in lists:
             for value in values:

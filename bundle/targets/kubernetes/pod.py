@@ -18,7 +18,7 @@ from bundle.targets.kubernetes.options import KubernetesOptions, parse_quantity
 from bundle.targets.kubernetes.requests import estimate_requests
 from bundle.targets.mounts import Mount
 
-JOB_DIRECTORY = "/opt/job"
+JOB_MOUNT_DIRECTORY = "/opt/job"
 # The codes of failures that a restart cannot mend: the recipe, the machine, a patch.
 PERMANENT_EXIT_CODES = sorted(
     int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
@@ -26,21 +26,24 @@ PERMANENT_EXIT_CODES = sorted(
 CONTAINER_NAME = "node"
 _SHARED_MEMORY, _TEMPORARY = "/dev/shm", "/tmp"
 # No claim can be mounted at a path that every pod uses, or below a path that cannot be written to.
-_POD_PATHS, _UNWRITABLE_PATHS = (HOME, _SHARED_MEMORY, _TEMPORARY, "/dev"), (JOB_DIRECTORY, "/proc", "/sys")
+_POD_PATHS, _UNWRITABLE_PATHS = (
+    (HOME, _SHARED_MEMORY, _TEMPORARY, "/dev"),
+    (JOB_MOUNT_DIRECTORY, "/proc", "/sys"),
+)
 _TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
 _MANAGER_LABEL, _MANAGER = "app.kubernetes.io/managed-by", "mcore-bundle"
-MANAGER_SELECTOR = f"{_MANAGER_LABEL}={_MANAGER}"  # selects every object of mcore-bundle
+MANAGED_OBJECTS_SELECTOR = f"{_MANAGER_LABEL}={_MANAGER}"  # selects every object of mcore-bundle
 _METRICS_PORT_ANNOTATION = "prometheus.io/port"
 DIRECTORY_ANNOTATION = "mcore-bundle/run-directory"  # of a workload
 
 
-def list_mounts(options: KubernetesOptions) -> Sequence[Mount]:
+def list_claim_mounts(options: KubernetesOptions) -> Sequence[Mount]:
     """Return the mounts of the container that come from claims, whose content is not known here."""
     return [Mount(Path(path)) for path in (HOME, *(mount.partition(":")[2] for mount in options.mounts))]
 
 
-def parse_pairs(texts: Sequence[str]) -> dict[str, str]:
+def split_pairs(texts: Sequence[str]) -> dict[str, str]:
     """Return the values of options KEY=VALUE by their keys."""
     return {key: value for key, _, value in (text.partition("=") for text in texts)}
 
@@ -59,7 +62,7 @@ class Workload(NamedTuple):
     name: str
     config_map: str  # the ConfigMap of the job file
 
-    def build_manifest(
+    def build_annotated_manifest_skeleton(
         self,
         api: str,
         kind: str,
@@ -70,15 +73,15 @@ class Workload(NamedTuple):
 
         Annotations of the options win over `annotations`.
         """
-        manifest = self.build_object(api, kind, labels=labels)
+        manifest = self.build_manifest_skeleton(api, kind, labels=labels)
         manifest["metadata"]["annotations"] = {
             **(annotations or {}),
-            **parse_pairs(self.options.annotations),
+            **split_pairs(self.options.annotations),
             DIRECTORY_ANNOTATION: str(self.job.directory),
         }
         return manifest
 
-    def build_object(
+    def build_manifest_skeleton(
         self, api: str, kind: str, name: str = "", labels: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """Return the beginning of an object: API version, kind, name, namespace and labels."""
@@ -91,30 +94,32 @@ class Workload(NamedTuple):
     @property
     def labels(self) -> dict[str, str]:
         """The labels of every object and every pod of the job: the user's, and those that identify it."""
-        return {**parse_pairs(self.options.labels), _MANAGER_LABEL: _MANAGER, INSTANCE_LABEL: self.name}
+        return {**split_pairs(self.options.labels), _MANAGER_LABEL: _MANAGER, INSTANCE_LABEL: self.name}
 
     @property
-    def queue_labels(self) -> dict[str, str]:
+    def kueue_queue_labels(self) -> dict[str, str]:
         """The label that hands a workload to Kueue, which holds back every object that has it."""
         return {"kueue.x-k8s.io/queue-name": self.options.queue} if self.options.queue else {}
 
     @property
-    def arguments(self) -> list[str]:
+    def train_arguments_without_rendezvous(self) -> list[str]:
         """The arguments of the container where its environment holds the node's number."""
         return list(
-            job_file.build_arguments(
-                self.job, Path(JOB_DIRECTORY) / FILE_NAME, preflight=self.options.preflight
+            job_file.build_train_arguments(
+                self.job, Path(JOB_MOUNT_DIRECTORY) / FILE_NAME, preflight=self.options.preflight
             )
         )
 
-    def build_arguments(self, host: str, index: str) -> list[str]:
+    def build_container_arguments(self, host: str, index: str) -> list[str]:
         """Return the arguments of the container where nodes meet at `host`.
 
         The environment variable `index` holds the node's number.
         """
-        file, endpoint = Path(JOB_DIRECTORY) / FILE_NAME, f"{host}:{DEFAULT_PORT}"
+        file, endpoint = Path(JOB_MOUNT_DIRECTORY) / FILE_NAME, f"{host}:{DEFAULT_PORT}"
         preflight = self.options.preflight
-        return list(job_file.build_arguments(self.job, file, f"$({index})", endpoint, preflight=preflight))
+        return list(
+            job_file.build_train_arguments(self.job, file, f"$({index})", endpoint, preflight=preflight)
+        )
 
     @property
     def resources(self) -> dict[str, Any]:
@@ -122,7 +127,7 @@ class Workload(NamedTuple):
 
         Kubernetes first evicts pods that get more than they request.
         """
-        amounts = parse_pairs(self.options.resources)
+        amounts = split_pairs(self.options.resources)
         if device := self.device_resource:
             amounts = {device: str(self.job.per_node)} | amounts
         return {"limits": amounts, "requests": estimate_requests(self.job) | amounts}
@@ -133,23 +138,23 @@ class Workload(NamedTuple):
         resource = capabilities.find_capabilities(self.job.backend).find_resource(self.job.generation)
         return "" if resource is None else self.options.device or resource.kubernetes
 
-    def find_misfits(self) -> Iterator[str]:
+    def find_option_violations(self) -> Iterator[str]:
         """Yield a message for each option that contradicts the pods of the job."""
-        if self.device_resource in parse_pairs(self.options.resources):
+        if self.device_resource in split_pairs(self.options.resources):
             yield (
                 f"--resource {self.device_resource}: the job sets its devices itself ({self.job.per_node}"
                 " per node). Use --devices-per-node instead"
             )
-        memory = parse_pairs(self.options.resources).get("memory")
+        memory = split_pairs(self.options.resources).get("memory")
         shared_memory = self.options.shared_memory
         if memory and 0 < parse_quantity(memory) < parse_quantity(shared_memory):
             yield (
                 f"--shared-memory {shared_memory}: is more than --resource memory={memory}, which it counts"
                 " towards. Lower the former, or raise the latter"
             )
-        if self.options.topology and _TOPOLOGY_ANNOTATION in parse_pairs(self.options.annotations):
+        if self.options.topology and _TOPOLOGY_ANNOTATION in split_pairs(self.options.annotations):
             yield f"--annotation {_TOPOLOGY_ANNOTATION}: conflicts with --topology. Leave out one of them"
-        if taken := {_MANAGER_LABEL, INSTANCE_LABEL} & parse_pairs(self.options.labels).keys():
+        if taken := {_MANAGER_LABEL, INSTANCE_LABEL} & split_pairs(self.options.labels).keys():
             yield f"--label {min(taken)}: mcore-bundle finds the job by this label. Choose another key"
         mounts = (*self.options.mounts, *self.options.host_paths)
         paths = [str(PurePosixPath(mount.partition(":")[2])) for mount in mounts]
@@ -161,7 +166,7 @@ class Workload(NamedTuple):
             if count > 1:
                 yield f"--mount {format_value(path)}: is given more than once"
 
-    def keep_together(self, template: dict[str, Any]) -> None:
+    def add_kueue_topology_annotation(self, template: dict[str, Any]) -> None:
         """Let Kueue keep the pods of a template within the level of the option `topology`, if any."""
         if self.options.topology:
             template["metadata"].setdefault("annotations", {})[_TOPOLOGY_ANNOTATION] = self.options.topology
@@ -180,7 +185,7 @@ class Workload(NamedTuple):
         """Return the template of the pods, which Kueue calls a pod set."""
         metadata: dict[str, Any] = {"labels": dict(self.labels)}
         scrape_annotations = self.scrape_annotations if has_ranks else {}
-        if annotations := scrape_annotations | parse_pairs(self.options.annotations):
+        if annotations := scrape_annotations | split_pairs(self.options.annotations):
             metadata["annotations"] = annotations
         spec = self._build_pod_spec(arguments, container)
         if port := scrape_annotations.get(_METRICS_PORT_ANNOTATION):
@@ -193,7 +198,7 @@ class Workload(NamedTuple):
         if options.rdma:
             rights["add"] = ["IPC_LOCK"]  # the network card writes to memory that must stay pinned
         volumes: dict[str, tuple[str, dict[str, Any]]] = {
-            "job": (JOB_DIRECTORY, {"configMap": {"name": self.config_map}}),
+            "job": (JOB_MOUNT_DIRECTORY, {"configMap": {"name": self.config_map}}),
             "home": (HOME, {"persistentVolumeClaim": {"claimName": options.claim}}),
             "shm": (_SHARED_MEMORY, {"emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}}),
             "tmp": (_TEMPORARY, {"emptyDir": {}}),
@@ -226,7 +231,7 @@ class Workload(NamedTuple):
             "serviceAccountName": options.service_account,
             "runtimeClassName": options.runtime_class,
             "imagePullSecrets": [{"name": name} for name in options.pull_secrets],
-            "nodeSelector": parse_pairs(options.selectors),
+            "nodeSelector": split_pairs(options.selectors),
             "tolerations": scheduling.build_tolerations(options.tolerations),
             "affinity": scheduling.build_affinity(options.node_affinity, options.excluded_nodes),
         }

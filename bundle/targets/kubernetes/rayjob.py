@@ -12,11 +12,11 @@ from bundle.launch import LOCK_FILE
 from bundle.launch.job import FILE_NAME
 from bundle.targets import ray
 from bundle.targets.images import HOME
-from bundle.targets.kubernetes.pod import INSTANCE_LABEL, JOB_DIRECTORY, Workload
+from bundle.targets.kubernetes.pod import INSTANCE_LABEL, JOB_MOUNT_DIRECTORY, Workload
 
 API_VERSION = "ray.io/v1"
 WORKER_GROUP = "node"
-MOST_CHARACTERS = 47  # the longest name; KubeRay appends suffixes for the cluster's Services
+MAX_NAME_CHARACTERS = 47  # the longest name; KubeRay appends suffixes for the cluster's Services
 RAY_VERSION = "2.60.0"  # the minimum of the extra `ray`; KubeRay checks it, as older releases have no tokens
 # For a head with only Ray's services, dashboard and the driver, which took 1.6 GB when measured.
 _HEAD_RESOURCES = {"cpu": "4", "memory": "8Gi"}
@@ -30,7 +30,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     """
     bundle, *_ = ray.build_placement_bundles(workload.job)
     start_options = {
-        name: shlex.quote(value) for name, value in ray.build_start_options(bundle).items()
+        name: shlex.quote(value) for name, value in ray.build_node_start_options(bundle).items()
     }  # a shell reads it
     worker, head, submitter = (
         workload.build_template([]),
@@ -47,11 +47,11 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     (container,) = submitter["spec"]["containers"]
     container["resources"] = {"limits": _SUBMITTER_RESOURCES, "requests": dict(_SUBMITTER_RESOURCES)}
     del container["args"]
-    workload.keep_together(worker)
-    manifest = workload.build_manifest(API_VERSION, "RayJob", workload.queue_labels)
+    workload.add_kueue_topology_annotation(worker)
+    manifest = workload.build_annotated_manifest_skeleton(API_VERSION, "RayJob", workload.kueue_queue_labels)
     manifest["spec"] = {
         # Not the shell's `cd`: two shells read this, the submitter's and the driver's.
-        "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB_DIRECTORY}/{FILE_NAME}"
+        "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB_MOUNT_DIRECTORY}/{FILE_NAME}"
         f" --restarts={workload.options.restarts}{' --preflight' if workload.options.preflight else ''}",
         "submissionMode": "K8sJobMode",
         "backoffLimit": workload.options.restarts,
@@ -63,7 +63,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
             "headGroupSpec": {
                 "serviceType": "ClusterIP",
                 "enableIngress": False,
-                "rayStartParams": ray.build_start_options({"CPU": 0.0, "GPU": 0.0}),
+                "rayStartParams": ray.build_node_start_options({"CPU": 0.0, "GPU": 0.0}),
                 "template": head,
             },
             "workerGroupSpecs": [

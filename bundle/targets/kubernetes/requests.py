@@ -10,23 +10,25 @@ from bundle.launch.job import Job
 
 # A choice, not measured: two threads of a rank are busy, and libraries with their buffers take this memory.
 _PROCESSORS_PER_RANK = 2
-_BYTES_PER_RANK = 4 << 30
+_OVERHEAD_BYTES_PER_RANK = 4 << 30
 
 
 def estimate_requests(job: Job) -> dict[str, str]:
     """Return the quantities of `cpu` and `memory` for one node."""
-    processors = _PROCESSORS_PER_RANK + _count_judges(job)
-    gibibytes = math.ceil(job.per_node * (_BYTES_PER_RANK + _estimate_host_bytes(job)) / 2**30)
+    processors = _PROCESSORS_PER_RANK + _count_reward_processes_per_rank(job)
+    gibibytes = math.ceil(
+        job.per_node * (_OVERHEAD_BYTES_PER_RANK + _estimate_host_bytes_per_rank(job)) / 2**30
+    )
     return {"cpu": str(job.per_node * processors), "memory": f"{gibibytes}Gi"}
 
 
-def _count_judges(job: Job) -> int:
+def _count_reward_processes_per_rank(job: Job) -> int:
     """Return the number of processes beside a rank that judge its answers."""
     rl = job.recipe.rl
     return 0 if rl is None else sum(reward.processes for reward in rl.rewards if reward.kind != "exact")
 
 
-def _estimate_host_bytes(job: Job) -> int:
+def _estimate_host_bytes_per_rank(job: Job) -> int:
     """Return the bytes of a rank in host memory: offloaded state, its share of a checkpoint, copies.
 
     With task rl, a rank keeps a copy of the reference model's weights. Ranks of backend cpu are on the host.

@@ -29,12 +29,14 @@ RuntimeClass = Annotated[str, typer.Option(help="Use this RuntimeClass of contai
 
 _HOST_LABEL = "kubernetes.io/hostname"
 # The name of a label's value, and that of a key with its prefix.
-PLAIN_NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-QUALIFIED_NAME = rf"([a-z0-9.-]+/)?{PLAIN_NAME}"
+LABEL_VALUE_REGEX = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+LABEL_KEY_REGEX = rf"([a-z0-9.-]+/)?{LABEL_VALUE_REGEX}"
 _TAINT_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_TOLERATION_PATTERN = re.compile(rf"({QUALIFIED_NAME})(=({PLAIN_NAME})?)?(:({'|'.join(_TAINT_EFFECTS)}))?")
-_AFFINITY_PATTERN = re.compile(rf"{QUALIFIED_NAME}=({PLAIN_NAME})(,{PLAIN_NAME})*")
-OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_TOLERATION_PATTERN = re.compile(
+    rf"({LABEL_KEY_REGEX})(=({LABEL_VALUE_REGEX})?)?(:({'|'.join(_TAINT_EFFECTS)}))?"
+)
+_AFFINITY_PATTERN = re.compile(rf"{LABEL_KEY_REGEX}=({LABEL_VALUE_REGEX})(,{LABEL_VALUE_REGEX})*")
+OBJECT_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 def find_violations(
@@ -49,7 +51,7 @@ def find_violations(
             f"KEY[=VALUE][:EFFECT] with EFFECT {', '.join(_TAINT_EFFECTS)}",
         ),
         ("node-affinity", affinities, _AFFINITY_PATTERN, "KEY=VALUE[,VALUE...], such as zone=a,b"),
-        ("exclude-node", nodes, OBJECT_NAME, "a node name of lower-case letters, digits, - and ."),
+        ("exclude-node", nodes, OBJECT_NAME_PATTERN, "a node name of lower-case letters, digits, - and ."),
     )
     for option, values, pattern, form in forms:
         for value in values:

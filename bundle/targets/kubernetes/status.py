@@ -37,7 +37,7 @@ def read_conditions(status: Mapping[str, Any]) -> WorkloadOutcome:
     )
 
 
-def read_phase(status: Mapping[str, Any]) -> WorkloadOutcome:
+def read_volcano_phase(status: Mapping[str, Any]) -> WorkloadOutcome:
     """Return the outcome in the status of a Volcano Job, which has a phase."""
     state = status.get("state") or {}
     succeeded = {"Completed": True, "Failed": False, "Terminated": False, "Aborted": False}

@@ -13,12 +13,12 @@ from bundle.targets.kubernetes.jobset import build_job_spec, build_jobset_spec
 from bundle.targets.kubernetes.pod import Workload
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
-RUNTIME_KIND = "TrainingRuntime"
+TRAINING_RUNTIME_KIND = "TrainingRuntime"
 
 
 def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
     """Return a runtime and its TrainJob; the runtime's name is a digest of its content."""
-    spec = build_job_spec(workload, workload.arguments)
+    spec = build_job_spec(workload, workload.train_arguments_without_rendezvous)
     container = spec["template"]["spec"]["containers"][0]
     job_fields = {key: container.pop(key) for key in ("image", "args", "resources")}
     # The controller sets the number of pods; Jobs of a runtime must not.
@@ -32,12 +32,16 @@ def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
             )
         },
     }
-    runtime = workload.build_object(API_VERSION, RUNTIME_KIND, f"{workload.name}-{digest_json(content)}")
+    runtime = workload.build_manifest_skeleton(
+        API_VERSION, TRAINING_RUNTIME_KIND, f"{workload.name}-{digest_json(content)}"
+    )
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
-    manifest = workload.build_manifest(API_VERSION, "TrainJob", workload.queue_labels)
+    manifest = workload.build_annotated_manifest_skeleton(
+        API_VERSION, "TrainJob", workload.kueue_queue_labels
+    )
     manifest["spec"] = {
-        "runtimeRef": {"kind": RUNTIME_KIND, "name": runtime["metadata"]["name"]},
+        "runtimeRef": {"kind": TRAINING_RUNTIME_KIND, "name": runtime["metadata"]["name"]},
         "trainer": {
             "image": job_fields["image"],
             "args": job_fields["args"],

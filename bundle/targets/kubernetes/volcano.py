@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bundle.errors import format_value
-from bundle.targets.kubernetes.pod import PERMANENT_EXIT_CODES, Workload, parse_pairs
+from bundle.targets.kubernetes.pod import PERMANENT_EXIT_CODES, Workload, split_pairs
 
 API_VERSION = "batch.volcano.sh/v1alpha1"
 SCHEDULER_NAME = "volcano"
@@ -22,11 +22,13 @@ def build_volcano_job(workload: Workload) -> list[dict[str, Any]]:
     """Return a Volcano Job, which starts all pods again when one is lost."""
     options = workload.options
     template = workload.build_template(
-        workload.build_arguments(f"{workload.name}-{TASK_NAME}-0.{workload.name}", _INDEX_VARIABLE)
+        workload.build_container_arguments(f"{workload.name}-{TASK_NAME}-0.{workload.name}", _INDEX_VARIABLE)
     )
     if workload.job.backend == "ascend":
-        _add_visible_devices_variable(template["spec"]["containers"][0])
-    manifest = workload.build_manifest(API_VERSION, "Job", annotations=build_super_pod_annotation(workload))
+        _add_ascend_visible_devices(template["spec"]["containers"][0])
+    manifest = workload.build_annotated_manifest_skeleton(
+        API_VERSION, "Job", annotations=build_super_pod_annotation(workload)
+    )
     manifest["spec"] = {
         "schedulerName": SCHEDULER_NAME,
         "minAvailable": workload.job.nodes,
@@ -56,17 +58,17 @@ def build_super_pod_annotation(workload: Workload) -> dict[str, str]:
 
     It is empty unless the selected nodes are those of a super pod.
     """
-    selected = parse_pairs(workload.options.selectors).get(_NODE_LABEL, "")
+    selected = split_pairs(workload.options.selectors).get(_NODE_LABEL, "")
     job_devices = workload.job.nodes * workload.job.per_node
     return {BLOCK_ANNOTATION: str(job_devices)} if selected.endswith("-super-pod") else {}
 
 
-def find_misfits(workload: Workload) -> Iterator[str]:
+def find_invalid_super_pod_block(workload: Workload) -> Iterator[str]:
     """Yield a message for a block size that MindCluster's plugin refuses.
 
     A block must consist of whole nodes, and the job of whole blocks.
     """
-    block = parse_pairs(workload.options.annotations).get(BLOCK_ANNOTATION)
+    block = split_pairs(workload.options.annotations).get(BLOCK_ANNOTATION)
     most, least = workload.job.nodes * workload.job.per_node, workload.job.per_node
     blocks = [str(size) for size in range(least, most + 1, least) if most % size == 0]
     if block is not None and block not in blocks:
@@ -76,7 +78,7 @@ def find_misfits(workload: Workload) -> Iterator[str]:
         )
 
 
-def _add_visible_devices_variable(container: dict[str, Any]) -> None:
+def _add_ascend_visible_devices(container: dict[str, Any]) -> None:
     """Add the variable that names the devices which Ascend Docker Runtime mounts.
 
     Its value comes from an annotation that the scheduler writes on the pod.

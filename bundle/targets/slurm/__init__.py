@@ -7,29 +7,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bundle import files
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
+from bundle.errors import ExitCode, TargetUnavailable, UsageError, format_value
 from bundle.launch.job import FILE_NAME, Job
 from bundle.targets import ray
 from bundle.targets.client import ClientTimeout, run_client
-from bundle.targets.log_reader import tail_log
+from bundle.targets.log_reader import read_appended_text
 from bundle.targets.slurm.batch import (
     ENDED_PREFIX,
-    FOLDER_PREFIX,
+    JOB_DIRECTORY_PREFIX,
     STOPPED_PREFIX,
     build_script,
     get_job_directory,
 )
-from bundle.targets.slurm.options import SlurmOptions, find_overriding_variables
-from bundle.targets.states import PATIENCE_SECONDS, JobState, ListedJob, find_exit_code, poll_states
+from bundle.targets.slurm.options import SlurmOptions, find_sbatch_variable_violations
+from bundle.targets.states import PATIENCE_SECONDS, JobState, ListedJob, find_exit_code, yield_polled_states
 
 SCRIPT_NAME = "job.sh"
 # A look at the files of a job, and a question to Slurm's controller, which answers every user of the cluster.
 POLL_SECONDS, QUERY_SECONDS = 2.0, 15.0
 # States in which the exit code that the script has written counts: it ends, or was cancelled after a stop.
-_SCRIPT_STATES = ("RUNNING", "COMPLETING", "CANCELLED")
+_SCRIPT_EXIT_CODE_STATES = ("RUNNING", "COMPLETING", "CANCELLED")
 # The final states of a job (squeue's manual page, JOB STATE CODES), with the exit code. None stands for the
 # code of its script. In any other state the job has not ended.
-_EXIT_CODES: Mapping[str, ExitCode | None] = {
+_FINAL_STATE_EXIT_CODES: Mapping[str, ExitCode | None] = {
     "BOOT_FAIL": ExitCode.LAUNCH_UNAVAILABLE,
     "CANCELLED": ExitCode.TERMINATED,
     "COMPLETED": None,
@@ -44,9 +44,9 @@ _EXIT_CODES: Mapping[str, ExitCode | None] = {
 
 
 def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
-    """Submit a job to Slurm and return its number. Raise LaunchUnavailable where Slurm refuses it."""
+    """Submit a job to Slurm and return its number. Raise TargetUnavailable where Slurm refuses it."""
     text, directory = build_script(job, options, workdir), get_job_directory(job)
-    if wrong := list(find_overriding_variables(os.environ)):
+    if wrong := list(find_sbatch_variable_violations(os.environ)):
         raise UsageError("environment variables would override the batch script. Unset them", wrong)
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / FILE_NAME, job.to_text())
@@ -60,24 +60,24 @@ def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
     except ClientTimeout as error:
         return _find_queued_job(directory / SCRIPT_NAME, error)
     if not number.isdigit():
-        raise LaunchUnavailable(f"sbatch answered {format_value(number)}, which is not a job number")
+        raise TargetUnavailable(f"sbatch answered {format_value(number)}, which is not a job number")
     return number
 
 
 def _find_queued_job(script: Path, error: ClientTimeout) -> str:
     """Return the number of a batch script's job that sbatch did not report.
 
-    Raise LaunchUnavailable where there is no such job.
+    Raise TargetUnavailable where there is no such job.
     """
     try:
         jobs = [
             _parse_fields(line) for line in run_client("scontrol", "--oneliner", "show", "job").splitlines()
         ]
-    except LaunchUnavailable:
+    except TargetUnavailable:
         jobs = []
-    alive = [job for job in jobs if job.get("JobState") not in _EXIT_CODES]
+    alive = [job for job in jobs if job.get("JobState") not in _FINAL_STATE_EXIT_CODES]
     if not (numbers := [int(job["JobId"]) for job in alive if job.get("Command") == str(script)]):
-        raise LaunchUnavailable(
+        raise TargetUnavailable(
             f"{error}; the job may be queued nevertheless. Look for {script} in `scontrol show job` before"
             " you launch it again"
         )
@@ -91,49 +91,49 @@ def list_jobs() -> Iterator[ListedJob]:
     ).splitlines()
     for number, state, command in (row.split("|", 2) for row in rows):
         script = Path(command)
-        if script.name == SCRIPT_NAME and script.parent.name.startswith(FOLDER_PREFIX):
-            yield ListedJob(number, state, state in _EXIT_CODES, script.parent.parent.parent)
+        if script.name == SCRIPT_NAME and script.parent.name.startswith(JOB_DIRECTORY_PREFIX):
+            yield ListedJob(number, state, state in _FINAL_STATE_EXIT_CODES, script.parent.parent.parent)
 
 
 def query_state(number: str) -> JobState:
     """Return the state of a job as Slurm reports it, or as its run directory has it once Slurm forgot it.
 
-    Raise LaunchUnavailable where neither is known.
+    Raise TargetUnavailable where neither is known.
     """
     try:
         fields = _parse_fields(run_client("scontrol", "--oneliner", "show", "job", number))
-    except LaunchUnavailable:
-        if (ended := _find_forgotten_state(number)) is None:
+    except TargetUnavailable:
+        if (ended := _find_state_in_run_directories(number)) is None:
             raise
         return ended
     name, output = fields.get("JobState", ""), fields.get("StdOut")
     if not name:
-        raise LaunchUnavailable(f"scontrol reports no state of job {number}")
-    code = _read_exit_code(name, fields)
+        raise TargetUnavailable(f"scontrol reports no state of job {number}")
+    code = _parse_final_exit_code(name, fields)
     if (
         output
-        and name in _SCRIPT_STATES
+        and name in _SCRIPT_EXIT_CODE_STATES
         and (script_code := _read_written_exit_code(Path(output).parent, number))
     ):
         code = int(script_code)
     return JobState(name, fields.get("Reason", ""), code, Path(output) if output else None)
 
 
-def _read_exit_code(name: str, fields: Mapping[str, str]) -> int | None:
+def _parse_final_exit_code(name: str, fields: Mapping[str, str]) -> int | None:
     """Return the exit code of a job in that state; None before the job has ended."""
-    if name not in _EXIT_CODES:
+    if name not in _FINAL_STATE_EXIT_CODES:
         return None
-    if (code := _EXIT_CODES[name]) is not None:
+    if (code := _FINAL_STATE_EXIT_CODES[name]) is not None:
         return int(code)
     status, _, signal = fields.get("ExitCode", "1:0").partition(":")
     exit_code = int(status) or (128 + int(signal) if signal != "0" else 0)
     return exit_code if exit_code or name == "COMPLETED" else int(ExitCode.JOB_FAILED)
 
 
-def stop(number: str) -> None:
+def request_stop(number: str) -> None:
     """Tell a running job to save and end; a waiting job does not begin.
 
-    Raise LaunchUnavailable where the job's run directory cannot be written to.
+    Raise TargetUnavailable where the job's run directory cannot be written to.
     """
     now = query_state(number)
     if now.has_ended:
@@ -143,7 +143,7 @@ def stop(number: str) -> None:
         try:
             (directory / f"{STOPPED_PREFIX}{number}").touch()
         except OSError as error:
-            raise LaunchUnavailable(
+            raise TargetUnavailable(
                 f"slurm:{number}: the job was not stopped, because no stop file can be written to {directory}"
                 f" ({error.strerror}). Without this file, Slurm queues the job again. Stop it on a machine"
                 f" that has its run directory, or run `scancel {number}`"
@@ -165,7 +165,7 @@ def read_log(number: str) -> str:
 
 def follow(number: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
     """Yield what a job writes, as it comes, until the job has ended; a requeued job has not ended."""
-    yield from tail_log(now.output for now in _poll_states(number, seconds))
+    yield from read_appended_text(now.output for now in _poll_states(number, seconds))
 
 
 def wait(number: str, seconds: float = POLL_SECONDS) -> int:
@@ -174,7 +174,7 @@ def wait(number: str, seconds: float = POLL_SECONDS) -> int:
 
 
 def _poll_states(number: str, seconds: float) -> Iterator[JobState]:
-    return poll_states(_PacedQuery(number).query_state, seconds)
+    return yield_polled_states(_PacedQuery(number).query_state, seconds)
 
 
 class _PacedQuery:
@@ -182,15 +182,15 @@ class _PacedQuery:
 
     def __init__(self, number: str) -> None:
         self._number, self._next_query = number, 0.0
-        self._answer: JobState | LaunchUnavailable | None = None
+        self._answer: JobState | TargetUnavailable | None = None
         self._script_code = ""
 
     def query_state(self) -> JobState:
-        """Return the last state that Slurm reported. Raise LaunchUnavailable where it did not answer."""
+        """Return the last state that Slurm reported. Raise TargetUnavailable where it did not answer."""
         if time.monotonic() >= self._next_query or self._read_written_exit_code() != self._script_code:
             try:
                 self._answer = query_state(self._number)
-            except LaunchUnavailable as error:
+            except TargetUnavailable as error:
                 self._answer = error
             self._next_query, self._script_code = (
                 time.monotonic() + QUERY_SECONDS,
@@ -208,11 +208,11 @@ class _PacedQuery:
 
 def _read_written_exit_code(directory: Path, number: str) -> str:
     """Return the exit code that a job's script has written; empty before its end."""
-    code = (files.read_text(directory / f"{ENDED_PREFIX}{number}") or "").strip()
+    code = (files.read_text_if_small(directory / f"{ENDED_PREFIX}{number}") or "").strip()
     return code if code.isdigit() else ""
 
 
-def _find_forgotten_state(number: str) -> JobState | None:
+def _find_state_in_run_directories(number: str) -> JobState | None:
     """Return the final state of a job that Slurm has forgotten, from run directories below this one."""
     for directory in Path().glob("runs/*/logs/slurm-*"):
         if code := _read_written_exit_code(directory, number):

@@ -18,16 +18,16 @@ from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.nodes import build_lost_node_verdict
 from bundle.targets import ray
 from bundle.targets.slurm import containers, resources
-from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_option
+from bundle.targets.slurm.options import SlurmOptions, find_short_time_limit_violations, split_name_and_value
 
 # The starts in a row that may make one step each. A job that is told to save while it starts makes one step.
 # Without this maximum it would be queued again for ever where its time limit, or the partition's, is short.
 MAX_SHORT_STARTS = 3
 # Files beside the script, followed by the job's number: the request to stop, and the exit code of its script.
 STOPPED_PREFIX, ENDED_PREFIX = "stopped-", "ended-"
-VERDICT_PREFIX = "verdict-"  # of the file of the same kind with the verdict on lost nodes
-_LOST_NODES = "@NODES@"  # what the script replaces in that verdict
-FOLDER_PREFIX = "slurm-"  # of the name of a job's directory
+LOST_NODES_VERDICT_PREFIX = "verdict-"  # of the file of the same kind with the verdict on lost nodes
+_VERDICT_NODES_PLACEHOLDER = "@NODES@"  # what the script replaces in that verdict
+JOB_DIRECTORY_PREFIX = "slurm-"  # of the name of a job's directory
 _MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
 
 
@@ -36,7 +36,7 @@ def get_job_directory(job: Job) -> Path:
 
     A fresh start of the run keeps it.
     """
-    return job.directory.absolute() / "logs" / f"{FOLDER_PREFIX}{digest_json(job.dump())}"
+    return job.directory.absolute() / "logs" / f"{JOB_DIRECTORY_PREFIX}{digest_json(job.dump())}"
 
 
 def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
@@ -61,19 +61,21 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
         f"@{min(grace.estimate_save_seconds(job), _MOST_GRACE_SECONDS)}",
     }
     sbatch_options = ours | resources.with_devices(
-        job, dict(split_option(option) for option in options.sbatch)
+        job, dict(split_name_and_value(option) for option in options.sbatch)
     )
     wrong = [*options.find_violations(), *resources.find_violations(job, options)]
-    wrong += containers.find_violations(job, options, workdir)
+    wrong += containers.find_container_path_violations(job, options, workdir)
     texts = (options.image, *options.mounts, str(workdir), str(directory))
     unprintable = (text for text in texts if not text.isprintable())
     wrong += [f"{format_value(text)}: contains a control character" for text in unprintable]
     if "%" in str(directory):
         path = format_value(str(job.directory))
         wrong.append(f"--run-directory {path}: must not contain %, which Slurm would replace")
-    if wrong := [*wrong, *find_short_limits(sbatch_options, sbatch_options["signal"])]:
+    if wrong := [*wrong, *find_short_time_limit_violations(sbatch_options, sbatch_options["signal"])]:
         raise UsageError("the batch script cannot be generated", wrong)
-    directives = "\n".join(f"#SBATCH {_format_option(name, value)}" for name, value in sbatch_options.items())
+    directives = "\n".join(
+        f"#SBATCH {_format_long_option(name, value)}" for name, value in sbatch_options.items()
+    )
     # Tasks that lose another one end by themselves with a telling code; tasks that Slurm ends have none.
     step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *(["--no-kill"] if options.spares else [])]
     step += containers.build_command_prefix(job, options, workdir)
@@ -83,9 +85,9 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     return f"""#!/bin/bash
 {directives}
 # Written by `mcore-bundle launch slurm`; every node executes {FILE_NAME} beside this script.
-{_MEMLOCK_LINES if options.rdma else ""}{_render_prologue(job, directory)}
+{_MEMLOCK_LINES if options.rdma else ""}{_render_resume_step_recording(job, directory)}
 {run}
-{_render_requeue_or_exit(directory)}"""
+{_render_preemption_requeue(directory)}"""
 
 
 # srun passes this shell's limits to its tasks; sbatch passed those of the submitting machine to the shell.
@@ -94,7 +96,7 @@ ulimit -l "$(ulimit -Hl)"
 """
 
 
-def _render_prologue(job: Job, directory: Path) -> str:
+def _render_resume_step_recording(job: Job, directory: Path) -> str:
     """Return the lines that record, for every start, the step after which it begins.
 
     `checkpoints.directory` defines the names of a run's checkpoints and of `latest`.
@@ -108,7 +110,7 @@ rm -f "$ended"
 (newest >>"$starts") 2>/dev/null"""
 
 
-def _render_requeue_or_exit(directory: Path) -> str:
+def _render_preemption_requeue(directory: Path) -> str:
     """Return the lines that queue a job again or write down its exit code.
 
     A job is queued again where it can continue.
@@ -139,7 +141,7 @@ exit $code
 
 def _render_ranks(step: Sequence[str], job: Job, directory: Path, options: SlurmOptions) -> str:
     """Return the lines that start the ranks of all nodes and keep their exit code."""
-    arguments = job_file.build_arguments(
+    arguments = job_file.build_train_arguments(
         job,
         directory / FILE_NAME,
         restarts=options.restarts,
@@ -157,16 +159,16 @@ def _render_lost_node_report(directory: Path) -> str:
 
     Slurm may know of the loss before the other nodes notice it. The script then ends as without these lines.
     """
-    lost_node = build_lost_node_verdict([_LOST_NODES], "Slurm says that it is down")
-    file = shlex.quote(f"{directory}/{VERDICT_PREFIX}")
+    lost_node = build_lost_node_verdict([_VERDICT_NODES_PLACEHOLDER], "Slurm says that it is down")
+    file = shlex.quote(f"{directory}/{LOST_NODES_VERDICT_PREFIX}")
     return f"""report_lost() {{
     nodes=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N | sort -u)
     [ -n "$nodes" ] || return
     nodes=${{nodes//$'\\n'/, }}
     verdict={shlex.quote(json.dumps(lost_node.dump()))}
-    echo "${{verdict//{_LOST_NODES}/$nodes}}" >{file}"$SLURM_JOB_ID".json
+    echo "${{verdict//{_VERDICT_NODES_PLACEHOLDER}/$nodes}}" >{file}"$SLURM_JOB_ID".json
     sentence={shlex.quote(lost_node.sentence)}
-    echo "${{sentence//{_LOST_NODES}/$nodes}}"
+    echo "${{sentence//{_VERDICT_NODES_PLACEHOLDER}/$nodes}}"
 }}
 trap 'report_lost; trap - TERM; kill -TERM $$' TERM"""
 
@@ -195,11 +197,11 @@ wait $!
 code=$?"""
 
 
-def _format_option(name: str, value: str) -> str:
+def _format_long_option(name: str, value: str) -> str:
     """Return one option in the form that sbatch reads in a script: it only knows a shell's quotes."""
-    return f"--{name}={_quote(value)}" if value else f"--{name}"
+    return f"--{name}={_quote_sbatch_value(value)}" if value else f"--{name}"
 
 
-def _quote(value: str) -> str:
+def _quote_sbatch_value(value: str) -> str:
     plain = re.fullmatch(r"[\w@%+=:,./-]*", value, re.ASCII)
     return value if plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

@@ -14,24 +14,24 @@ from bundle.targets import devices
 from bundle.targets.mounts import Mount
 from bundle.targets.slurm.options import SlurmOptions
 
-_IMAGE_PATTERN = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
+_REGISTRY_IMAGE_PATTERN = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
 # Apptainer takes any other name for a file, which no node has.
 _APPTAINER_IMAGE = re.compile(r"\.{0,2}/.+|.+\.sif|[a-z][a-z0-9-]*://.+")
 # The separators of mounts and of the paths in one mount. Other special characters: bash reads three in what
 # pyxis passes to enroot, and Apptainer has an escape character.
 _MOUNT_SEPARATOR, _PATH_SEPARATOR = ",", ":"
-_SPECIAL_CHARACTERS = {"pyxis": '"$`', "apptainer": "\\"}
+_UNMOUNTABLE_CHARACTERS_BY_RUNTIME = {"pyxis": '"$`', "apptainer": "\\"}
 
 
-def find_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[str]:
+def find_container_path_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[str]:
     """Yield a message for each text that would reach the container changed."""
     if not options.image:
         return
     if options.container == "apptainer" and not _APPTAINER_IMAGE.fullmatch(options.image):
         image = options.image
         yield f"--image {format_value(image)}: Apptainer needs /PATH.sif or docker://{image}"
-    special = _MOUNT_SEPARATOR + _SPECIAL_CHARACTERS.get(options.container, "")
-    texts = [(str(path), special + _PATH_SEPARATOR) for path in _list_paths(job, workdir)]
+    special = _MOUNT_SEPARATOR + _UNMOUNTABLE_CHARACTERS_BY_RUNTIME.get(options.container, "")
+    texts = [(str(path), special + _PATH_SEPARATOR) for path in _list_work_and_run_directories(job, workdir)]
     for text, forbidden in texts + [(mount, special) for mount in options.mounts]:
         if characters := " or ".join(f"'{character}'" for character in forbidden if character in text):
             yield f"{format_value(text)}: {options.container} cannot mount a path that contains {characters}"
@@ -41,7 +41,7 @@ def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequ
     """Return the words of srun, and of the program that it starts, up to mcore-bundle's command."""
     if not options.image:
         return ["--", options.python, "-m", "bundle"]
-    mounts = [*_list_mount_options(job, options, workdir), *_list_device_mounts(job, options)]
+    mounts = [*_list_mount_specs(job, options, workdir), *_list_device_mounts(job, options)]
     if options.container == "apptainer":
         binds = [word for mount in mounts for word in ("--bind", mount)]
         gpus = ["--nv"] if job.backend == "cuda" else []
@@ -56,7 +56,7 @@ def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequ
             options.image,
         ]
         return ["--", *container_command, "mcore-bundle"]
-    match = _IMAGE_PATTERN.fullmatch(options.image)
+    match = _REGISTRY_IMAGE_PATTERN.fullmatch(options.image)
     # pyxis parts the registry from the name by "#"; a path, and a name without a registry, are as they are.
     image = f"{match['host']}#{match['name']}" if match else options.image
     return [
@@ -71,15 +71,15 @@ def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequ
 
 def list_mounts(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[Mount]:
     """Return the mounts of the container: the files of the nodes that it sees."""
-    return [Mount.from_option(mount, workdir) for mount in _list_mount_options(job, options, workdir)]
+    return [Mount.from_option(mount, workdir) for mount in _list_mount_specs(job, options, workdir)]
 
 
-def _list_mount_options(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[str]:
-    mount_options = [f"{path}:{path}" for path in _list_paths(job, workdir)]
+def _list_mount_specs(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[str]:
+    mount_options = [f"{path}:{path}" for path in _list_work_and_run_directories(job, workdir)]
     return mount_options + [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
 
 
-def _list_paths(job: Job, workdir: Path) -> Sequence[Path]:
+def _list_work_and_run_directories(job: Job, workdir: Path) -> Sequence[Path]:
     return list(dict.fromkeys((workdir, job.directory.absolute())))
 
 
@@ -93,6 +93,6 @@ def _list_device_mounts(job: Job, options: SlurmOptions) -> Iterator[str]:
     """
     if job.backend == "ascend":
         yield from (f"{node}:{node}" for node in devices.list_npu_device_files(job.per_node))
-        yield from (f"{path}:{path}:ro" for path in devices.NPU_DRIVER)
+        yield from (f"{path}:{path}:ro" for path in devices.NPU_DRIVER_PATHS)
     if options.rdma:
-        yield f"{devices.RDMA_DEVICES}:{devices.RDMA_DEVICES}"
+        yield f"{devices.RDMA_DEVICE_DIRECTORY}:{devices.RDMA_DEVICE_DIRECTORY}"

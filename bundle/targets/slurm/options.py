@@ -14,40 +14,44 @@ from bundle.targets.options import Preflight, Rdma, Restarts, Spares, allow_only
 CONTAINER_RUNTIMES = ("pyxis", "apptainer")
 _OPTION_PATTERN = re.compile(r"[a-z][a-z-]*(=.*)?")
 _LAYOUT_REASON = "the job sets this from --nodes and --devices-per-node"
-_SCRIPT_REASON = "a job is one batch script that is queued once"
-_LOG_PATH_REASON = "`launch stop` and `launch logs` find a job by its log in the run directory"
-_SUBMISSION_REASON = "sbatch must queue the job, print the job number and exit"
+_SINGLE_SCRIPT_REASON = "a job is one batch script that is queued once"
+_RESERVED_LOG_PATH_REASON = "`launch stop` and `launch logs` find a job by its log in the run directory"
+_QUEUE_AND_EXIT_REASON = "sbatch must queue the job, print the job number and exit"
 _CLUSTER_REASON = "a job handle names no cluster. Set SLURM_CLUSTERS, which all Slurm commands read"
-_TIME_LIMIT_REASON = (
+_TIME_LIMIT_VARIABLE_REASON = (
     "the time limit must leave time for a save. Use --sbatch time=... or --sbatch signal=... instead"
 )
-_UNCHECKED_REASON = "`launch` does not check this variable. Use --sbatch instead"
+_UNCHECKED_SBATCH_VARIABLE_REASON = "`launch` does not check this variable. Use --sbatch instead"
 # Options that the user may not set, with the reason: another value would start an unchecked job.
 _RESERVED_OPTIONS = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT_REASON),
-    **dict.fromkeys(("array", "wrap"), _SCRIPT_REASON),
-    **dict.fromkeys(("output", "error"), _LOG_PATH_REASON),
-    **dict.fromkeys(("wait", "test-only", "parsable", "help", "usage", "version"), _SUBMISSION_REASON),
+    **dict.fromkeys(("array", "wrap"), _SINGLE_SCRIPT_REASON),
+    **dict.fromkeys(("output", "error"), _RESERVED_LOG_PATH_REASON),
+    **dict.fromkeys(("wait", "test-only", "parsable", "help", "usage", "version"), _QUEUE_AND_EXIT_REASON),
     "clusters": _CLUSTER_REASON,
 }
 # Variables with the same effect, which win over the options of a script (sbatch's manual page).
-_RESERVED_VARIABLES = {
-    "SBATCH_ARRAY_INX": _SCRIPT_REASON,
-    "SBATCH_OUTPUT": _LOG_PATH_REASON,
-    "SBATCH_ERROR": _LOG_PATH_REASON,
-    "SBATCH_WAIT": _SUBMISSION_REASON,
+_FORBIDDEN_SBATCH_VARIABLES = {
+    "SBATCH_ARRAY_INX": _SINGLE_SCRIPT_REASON,
+    "SBATCH_OUTPUT": _RESERVED_LOG_PATH_REASON,
+    "SBATCH_ERROR": _RESERVED_LOG_PATH_REASON,
+    "SBATCH_WAIT": _QUEUE_AND_EXIT_REASON,
     "SBATCH_CLUSTERS": _CLUSTER_REASON,
-    "SBATCH_TIMELIMIT": _TIME_LIMIT_REASON,
-    "SBATCH_SIGNAL": _TIME_LIMIT_REASON,
+    "SBATCH_TIMELIMIT": _TIME_LIMIT_VARIABLE_REASON,
+    "SBATCH_SIGNAL": _TIME_LIMIT_VARIABLE_REASON,
     **{
-        f"SBATCH_{suffix}": _UNCHECKED_REASON for suffix in ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK")
+        f"SBATCH_{suffix}": _UNCHECKED_SBATCH_VARIABLE_REASON
+        for suffix in ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK")
     },
-    **{f"SBATCH_{suffix}": _UNCHECKED_REASON for suffix in ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")},
-    **{f"SBATCH_{suffix}": _UNCHECKED_REASON for suffix in ("NO_REQUEUE", "OPEN_MODE")},
+    **{
+        f"SBATCH_{suffix}": _UNCHECKED_SBATCH_VARIABLE_REASON
+        for suffix in ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")
+    },
+    **{f"SBATCH_{suffix}": _UNCHECKED_SBATCH_VARIABLE_REASON for suffix in ("NO_REQUEUE", "OPEN_MODE")},
 }
 # Slurm may send the signal that much earlier than requested (sbatch's manual page, --signal).
-_EARLIER_SECONDS = 60
-_SIGNAL_SECONDS = 60  # before the end, where an option names a signal alone
+_SIGNAL_EARLY_DELIVERY_SECONDS = 60
+_DEFAULT_SIGNAL_LEAD_SECONDS = 60  # before the end, where an option names a signal alone
 _TIME_PATTERN = re.compile(
     r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII
 )
@@ -92,7 +96,7 @@ class SlurmOptions:
             elif not _OPTION_PATTERN.fullmatch(option):
                 form = "OPTION[=VALUE] without dashes before it, such as partition=gpu"
                 yield f"--sbatch {format_value(option)}: must be {form}"
-            elif reserved := _find_reserved_option(name := split_option(option)[0]):
+            elif reserved := _find_reserved_option(name := split_name_and_value(option)[0]):
                 short = "" if name == reserved else f"sbatch may read this as --{reserved}, which is "
                 reason = _RESERVED_OPTIONS[reserved]
                 yield f"--sbatch {format_value(option)}: {short}not allowed, because {reason}"
@@ -105,27 +109,29 @@ class SlurmOptions:
             yield "--ray: conflicts with --spares, as Slurm must start spare nodes. Leave out one of them"
 
 
-def split_option(option: str) -> tuple[str, str]:
+def split_name_and_value(option: str) -> tuple[str, str]:
     """Return the name and the value of an option of sbatch."""
     name, _, value = option.partition("=")
     return name, value
 
 
-def find_overriding_variables(environ: Mapping[str, str]) -> Iterator[str]:
+def find_sbatch_variable_violations(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a message for each variable that would make sbatch ignore an option of the script."""
-    for name, reason in _RESERVED_VARIABLES.items():
+    for name, reason in _FORBIDDEN_SBATCH_VARIABLES.items():
         if name in environ:
             yield f"{name}: not allowed, because {reason}"
 
 
-def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterator[str]:
+def find_short_time_limit_violations(sbatch_options: Mapping[str, str], signal: str) -> Iterator[str]:
     """Yield a message for each time limit in `sbatch_options` that tells a job to save as it starts.
 
     Such a job would make one step, be queued again, and so on. `signal` is the value of that option of
     sbatch, for example "TERM@300".
     """
     _, _, before = signal.partition("@")
-    lead_seconds = (int(before) if before.isdecimal() else _SIGNAL_SECONDS) + _EARLIER_SECONDS
+    lead_seconds = (
+        int(before) if before.isdecimal() else _DEFAULT_SIGNAL_LEAD_SECONDS
+    ) + _SIGNAL_EARLY_DELIVERY_SECONDS
     for name in ("time", "time-min"):
         limit = parse_time_limit(sbatch_options.get(name, ""))
         if limit is not None and limit <= lead_seconds:

@@ -8,29 +8,29 @@ import torch
 
 from bundle.capabilities.ascend import ASCEND
 from bundle.mcore import gated_delta, rotary
-from bundle.mcore.gpt import build_cross_attention, build_sink_attention
+from bundle.mcore.gpt import build_cross_attention_layer, build_sink_attention
 from bundle.verification.check import NotProvable
 from bundle.verification.numbers import (
-    DENSE_CONFIG,
-    LATENT_CONFIG,
+    DENSE_HF_CONFIG,
+    MLA_CONFIG,
     YARN,
     Bench,
     BenchLayout,
     Numbers,
-    draw_sequences,
+    draw_sequences_with_next_token,
     find_worst,
     measure_gap,
     sum_token_losses,
 )
 
-_HEAD_COUNT = 4  # of DENSE_CONFIG
+_HEAD_COUNT = 4  # of DENSE_HF_CONFIG
 
 
-def measure_sinks(bench: Bench) -> float:
+def measure_tp_sink_norm_gap(bench: Bench) -> float:
     """Measure the gradient norm of a model with learned sinks, each with its own gradient, on two ranks."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(DENSE_CONFIG)
+        model = layout.build_chunk(DENSE_HF_CONFIG)
         offsets = build_sink_attention(model.config).to(bench.device)
         model.sinks = offsets
         heads = torch.arange(3.0, 3.0 + _HEAD_COUNT, device=bench.device)
@@ -41,12 +41,12 @@ def measure_sinks(bench: Bench) -> float:
 
         torch.nn.init.zeros_(offsets.softmax_offset)
         model.register_forward_hook(add)
-        return {"norm": layout.take_step(DENSE_CONFIG, model)}
+        return {"norm": layout.take_step_and_get_norm(DENSE_HF_CONFIG, model)}
 
     return bench.measure_gap_to_one_rank(compute_norm, tp=2)
 
 
-def measure_gated_output(bench: Bench) -> float:
+def measure_tp_gated_attention_gradients(bench: Bench) -> float:
     """Measure loss and norm-weight gradients of gated attention whose ranks share a group of heads.
 
     The norms' weights are whole on every rank. Two ranks are compared with one.
@@ -54,7 +54,7 @@ def measure_gated_output(bench: Bench) -> float:
 
     def compute_numbers(layout: BenchLayout) -> Numbers:
         options = {"attention_output_gate": True, "num_query_groups": 1, "sequence_parallel": False}
-        model = layout.build_chunk(DENSE_CONFIG, options)
+        model = layout.build_chunk(DENSE_HF_CONFIG, options)
         loss = sum_token_losses(model, layout.build_two_rows())
         loss.backward()
         norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
@@ -64,11 +64,11 @@ def measure_gated_output(bench: Bench) -> float:
     return bench.measure_gap_to_one_rank(compute_numbers, tp=2)
 
 
-def measure_cross_attention_rows(bench: Bench) -> float:
+def measure_cross_attention_row_counts(bench: Bench) -> float:
     """Measure the number of weight rows of cross attention's projections on one of two ranks."""
     with bench.open_layout() as layout:
-        config = layout.build_chunk(DENSE_CONFIG).config
-        layer = build_cross_attention(config, torch.distributed.group.WORLD, layout.cp.group)
+        config = layout.build_chunk(DENSE_HF_CONFIG).config
+        layer = build_cross_attention_layer(config, torch.distributed.group.WORLD, layout.cp.group)
         half = config.num_attention_heads // 2 * config.kv_channels
         seen = [layer.linear_q.weight.shape[0], layer.linear_kv.weight.shape[0]]
         return measure_gap(
@@ -76,27 +76,27 @@ def measure_cross_attention_rows(bench: Bench) -> float:
         )
 
 
-def measure_packed_ranks(bench: Bench) -> float:
+def measure_cp_packed_latent_attention(bench: Bench) -> float:
     """Measure three padded sequences on two context-parallel ranks, with both classes of rotary embedding."""
-    sequences = draw_sequences((12, 24, 6))
+    sequences = draw_sequences_with_next_token((12, 24, 6))
     gaps = []
-    for config, kind in ((LATENT_CONFIG, "rope"), (LATENT_CONFIG | YARN, "yarn")):
+    for config, kind in ((MLA_CONFIG, "rope"), (MLA_CONFIG | YARN, "yarn")):
         embedding = {"rope_type": kind}
         with bench.open_layout() as layout:
             model = layout.build_chunk(config, embedding)
             reference = layout.run_backward(model, layout.build_single_batches(sequences))
         with bench.open_layout(cp=2) as layout:
-            batch = layout.pack_sequences(sequences, multiple=8)
+            batch = layout.pack_padded_sequences(sequences, multiple=8)
             gaps.append(
                 measure_gap(layout.run_backward(layout.build_chunk(config, embedding), [batch]), reference)
             )
     return find_worst(gaps)
 
 
-def measure_uncompressed_queries(bench: Bench) -> float:
+def measure_uncompressed_query_projection(bench: Bench) -> float:
     """Measure queries straight from the hidden state against the product with the same weights alone."""
     with bench.open_layout() as layout:
-        model = layout.build_chunk(LATENT_CONFIG | {"q_lora_rank": None}, {"apply_rope_fusion": False})
+        model = layout.build_chunk(MLA_CONFIG | {"q_lora_rank": None}, {"apply_rope_fusion": False})
         attention = model.decoder.layers[0].self_attention
         hidden = 3 * torch.randn(6, 1, attention.config.hidden_size, device=bench.device)
         seen = {"queries": attention.linear_q_proj(hidden)[0]}
@@ -111,51 +111,61 @@ def measure_narrow_values(bench: Bench) -> float:
         )
     with bench.open_layout() as layout:
         # Flash attention takes heads of two sizes in no layout: the patch is for packs alone.
-        reference_model = layout.build_chunk(LATENT_CONFIG, attention="unfused")
+        reference_model = layout.build_chunk(MLA_CONFIG, attention="unfused")
         for kernel in ("FLASH", "FUSED", "UNFUSED"):  # by which megatron holds a process to one of them
             os.environ.pop(f"NVTE_{kernel}_ATTN", None)
-        return layout.measure_packed_gap(
-            layout.build_chunk(LATENT_CONFIG, attention="flash"), draw_sequences((12, 24, 6)), reference_model
+        return layout.measure_packed_gradient_gap(
+            layout.build_chunk(MLA_CONFIG, attention="flash"),
+            draw_sequences_with_next_token((12, 24, 6)),
+            reference_model,
         )
 
 
 _NO_SEQUENCE_PARALLEL = {"sequence_parallel": False}
 # Weights that are whole on each rank, with the whole gradient before gradients are made final.
-_LOWER_WEIGHTS = ("linear_kv_down_proj.weight", "linear_q_down_proj.weight", "input_layernorm.weight")
+_REPLICATED_MLA_WEIGHT_SUFFIXES = (
+    "linear_kv_down_proj.weight",
+    "linear_q_down_proj.weight",
+    "input_layernorm.weight",
+)
 
 
-def measure_rotary_key(bench: Bench) -> float:
+def measure_mla_down_projection_gradients(bench: Bench) -> float:
     """Measure the gradients of the down projections and of the norm before them: two ranks against one."""
 
     def compute_gradients(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(LATENT_CONFIG, _NO_SEQUENCE_PARALLEL)
+        model = layout.build_chunk(MLA_CONFIG, _NO_SEQUENCE_PARALLEL)
         sum_token_losses(model, layout.build_two_rows()).backward()
-        return {name: x.grad for name, x in model.named_parameters() if name.endswith(_LOWER_WEIGHTS)}
+        return {
+            name: x.grad
+            for name, x in model.named_parameters()
+            if name.endswith(_REPLICATED_MLA_WEIGHT_SUFFIXES)
+        }
 
     return bench.measure_gap_to_one_rank(compute_gradients, tp=2)
 
 
-def measure_query_norm(bench: Bench) -> float:
+def measure_mla_query_norm_gradient(bench: Bench) -> float:
     """Measure the gradient norm of the norms of compressed queries, where no other weight learns."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(LATENT_CONFIG, _NO_SEQUENCE_PARALLEL)
+        model = layout.build_chunk(MLA_CONFIG, _NO_SEQUENCE_PARALLEL)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("q_layernorm.weight"))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise NotProvable("Transformer Engine has the norm of queries in a projection, by another name")
-        return {"norm": layout.take_step(LATENT_CONFIG, model)}
+        return {"norm": layout.take_step_and_get_norm(MLA_CONFIG, model)}
 
     return bench.measure_gap_to_one_rank(compute_norm, tp=2)
 
 
-def measure_output_norm(bench: Bench) -> float:
+def measure_delta_net_norm_gradient(bench: Bench) -> float:
     """Measure the gradient of the norm that all heads share, against the sum over the heads of all ranks.
 
     The reference is the formula for a weight that multiplies rows with a mean square of 1.
     """
     with bench.open_layout(tp=2) as layout:
-        config = layout.build_chunk(DENSE_CONFIG).config
+        config = layout.build_chunk(DENSE_HF_CONFIG).config
         layer = gated_delta.build_small_delta_net(config).to(bench.device)
         seen: list[torch.Tensor] = []
 
@@ -178,7 +188,7 @@ _SEQUENCE_LENGTHS = (8, 4, 20, 12)  # of packed sequences; multiples of 4: both 
 _ROTARY_HEADS, _HEAD_WIDTH = 3, 16  # heads and their width
 
 
-def measure_rotary_positions(bench: Bench) -> float:
+def measure_cp_packed_rotary(bench: Bench) -> float:
     """Measure rows of two context-parallel ranks, by the longest sequence's table, against trigonometry."""
     with bench.open_layout(cp=2) as layout:
         group = layout.cp.group
@@ -195,11 +205,14 @@ def measure_rotary_positions(bench: Bench) -> float:
         )
         boundaries = torch.tensor([0, *accumulate(_SEQUENCE_LENGTHS)], dtype=torch.int32, device=bench.device)
         seen = rotary.rotate_packed(
-            local_rows, boundaries, _build_table(max(_SEQUENCE_LENGTHS), bench.device), group
+            local_rows, boundaries, _build_rotary_angle_table(max(_SEQUENCE_LENGTHS), bench.device), group
         )
         # Tensors of the meta device have no values: any look at one raises.
         rotary.rotate_packed(
-            local_rows.to("meta"), boundaries.to("meta"), _build_table(max(_SEQUENCE_LENGTHS), "meta"), group
+            local_rows.to("meta"),
+            boundaries.to("meta"),
+            _build_rotary_angle_table(max(_SEQUENCE_LENGTHS), "meta"),
+            group,
         )
     return float((seen - reference).abs().max() / reference.abs().max())
 
@@ -214,7 +227,7 @@ def _compute_angles(positions: int, device: Any) -> torch.Tensor:
     return torch.outer(torch.arange(positions, device=device), frequencies)
 
 
-def _build_table(positions: int, device: Any) -> torch.Tensor:
+def _build_rotary_angle_table(positions: int, device: Any) -> torch.Tensor:
     angles = _compute_angles(positions, device)
     return torch.cat((angles, angles), -1)[:, None, None, :]
 
@@ -227,15 +240,15 @@ def _apply_rotary(sequence: torch.Tensor) -> torch.Tensor:
     return torch.cat(turned, -1).float()
 
 
-def measure_host_reads(bench: Bench) -> float:
+def measure_pack_without_host_sync(bench: Bench) -> float:
     """Measure a padded pack in a dense bf16 model, while torch refuses every operation that waits."""
     if bench.device.type != "cuda":
         raise NotProvable("only a GPU makes the host wait")
-    sequences = draw_sequences((12, 24, 6))
+    sequences = draw_sequences_with_next_token((12, 24, 6))
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE_CONFIG, dtype="bf16")
+        model = layout.build_chunk(DENSE_HF_CONFIG, dtype="bf16")
         reference = layout.run_backward(model, layout.build_single_batches(sequences))
-        batch = layout.pack_sequences(sequences, multiple=8)
+        batch = layout.pack_padded_sequences(sequences, multiple=8)
         layout.run_backward(model, [batch])  # kernels are chosen and loaded
         model.zero_grad()
         torch.cuda.set_sync_debug_mode("error")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bundle.mcore import checkpoints, optimization
 from bundle.replacements import checkpoints as replacements
-from bundle.verification.numbers import DENSE_CONFIG, Bench, BenchLayout, Numbers, measure_gap
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, BenchLayout, Numbers, measure_gap
 
 
 def measure_round_trip(bench: Bench) -> float:
@@ -22,7 +22,7 @@ def measure_round_trip(bench: Bench) -> float:
     directory = bench.directory / "checkpoint"
     directory.mkdir()
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE_CONFIG)
+        model = layout.build_chunk(DENSE_HF_CONFIG)
         before = _copy_weights(model)
         checkpoints.write({"model": model.sharded_state_dict(), "step": 3}, directory)
         with torch.no_grad():
@@ -34,15 +34,15 @@ def measure_round_trip(bench: Bench) -> float:
         return measure_gap(_copy_weights(model), before)
 
 
-def measure_shared_round_trip(bench: Bench) -> float:
+def measure_parallel_write_round_trip(bench: Bench) -> float:
     """Measure weights and a flat range that two ranks hold, after a round trip; each rank writes a part."""
     directory = bench.directory / "checkpoint"
     directory.mkdir(exist_ok=True)
     rank = dist.get_rank()
     numbers = torch.arange(12.0).reshape(3, 4)
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE_CONFIG)
-        shard = checkpoints.build_flat_tensor("numbers", numbers, rank)
+        model = layout.build_chunk(DENSE_HF_CONFIG)
+        shard = checkpoints.build_flat_replicated_tensor("numbers", numbers, rank)
         checkpoints.write_in_parallel({"model": model.sharded_state_dict(), "numbers": shard}, directory)
         rows, columns = shard.local_coordinates()
         assert (rows * 4 + columns).tolist() == list(range(12)), f"coordinates {rows}, {columns}"
@@ -50,7 +50,7 @@ def measure_shared_round_trip(bench: Bench) -> float:
             before = _copy_weights(model)
             for parameter in model.parameters():
                 parameter.zero_()
-        empty = checkpoints.build_flat_tensor("numbers", torch.zeros_like(numbers), rank)
+        empty = checkpoints.build_flat_replicated_tensor("numbers", torch.zeros_like(numbers), rank)
         loaded = checkpoints.read({"model": model.sharded_state_dict(), "numbers": empty}, directory)
         model.load_state_dict(loaded["model"])
         seen = {**_copy_weights(model), "numbers": loaded["numbers"].reshape(3, 4)}
@@ -60,8 +60,10 @@ def measure_shared_round_trip(bench: Bench) -> float:
 def measure_checkpoint_code(bench: Bench) -> float:
     """Return 0 if code in a checkpoint's common state was refused and honest state still loads, else 1."""
     witness = bench.directory / "it-ran"
-    hostile = _write_common_state(bench.directory / "hostile", {"step": _HostileCode(witness)})
-    honest = _write_common_state(bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)})
+    hostile = _write_common_only_checkpoint(bench.directory / "hostile", {"step": _HostileCode(witness)})
+    honest = _write_common_only_checkpoint(
+        bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)}
+    )
     refused = False
     try:
         checkpoints.read_common(hostile)
@@ -71,7 +73,7 @@ def measure_checkpoint_code(bench: Bench) -> float:
     return 0.0 if refused and fine and not witness.exists() else 1.0
 
 
-def _write_common_state(directory: Path, state: dict[str, Any]) -> Path:
+def _write_common_only_checkpoint(directory: Path, state: dict[str, Any]) -> Path:
     """Write a checkpoint with nothing but common state, in the format to 0.17; return its directory."""
     directory.mkdir()
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -98,7 +100,7 @@ def _copy_weights(model: torch.nn.Module) -> Numbers:
 _STEPS, _BUCKETS = 3, "dp_reshardable"
 
 
-def measure_default_format(bench: Bench) -> float:
+def measure_default_optimizer_format(bench: Bench) -> float:
     """Measure every tensor of an optimizer after a round trip in the form that nobody chose."""
     with bench.open_layout() as layout:
         model, optimizer = _train_tiny_model(layout, _STEPS)
@@ -123,7 +125,7 @@ def _collect_tensors(state: Any, path: str = "") -> Numbers:
     return {name: x for key, value in items for name, x in _collect_tensors(value, f"{path}.{key}").items()}
 
 
-def measure_steps(bench: Bench) -> float:
+def measure_dp_reshardable_optimizer_state(bench: Bench) -> float:
     """Measure the moments and the step counts of an optimizer after a round trip by buckets."""
     with bench.open_layout() as layout:
         model, optimizer = _train_tiny_model(layout, _STEPS)
@@ -138,7 +140,7 @@ def measure_steps(bench: Bench) -> float:
         return measure_gap(_collect_states(resumed), _collect_states(optimizer))
 
 
-def measure_gathered_state(bench: Bench) -> float:
+def measure_device_optimizer_gather(bench: Bench) -> float:
     """Measure an optimizer's state gathered by the device's group, against gloo's on the host.
 
     The gap is also large where a gather brings too many elements at a time.
@@ -148,7 +150,7 @@ def measure_gathered_state(bench: Bench) -> float:
         _, optimizer = _train_tiny_model(layout, _STEPS)
         (part,) = optimizer.chained_optimizers
         expected = part.get_parameter_state_dp_zero(use_gloo_comm=True, return_on_all_ranks=True)
-        with mock.patch.object(replacements, "GATHERED_ELEMENTS", limit), _record_gathers() as sizes:
+        with mock.patch.object(replacements, "MAX_GATHER_ELEMENTS", limit), _record_gathers() as sizes:
             gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
         gap = measure_gap(_collect_tensors(gathered), _collect_tensors(expected))
         return max(gap, max(sizes) / limit if max(sizes) > limit else 0.0)
@@ -179,8 +181,8 @@ def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module,
     """Return a tiny model and its optimizer after some steps with drawn gradients."""
     # In fp32 the load would write into views of weights that want a gradient, which torch refuses
     job, model = (
-        layout.build_recipe(DENSE_CONFIG, dtype="bf16"),
-        layout.build_chunk(DENSE_CONFIG, dtype="bf16"),
+        layout.build_recipe(DENSE_HF_CONFIG, dtype="bf16"),
+        layout.build_chunk(DENSE_HF_CONFIG, dtype="bf16"),
     )
     optimizer = optimization.build_optimizer(job, optimization.wrap_data_parallel(job, model.config, [model]))
     generator = torch.Generator().manual_seed(steps)

@@ -11,7 +11,7 @@ from bundle.verification.collective_types import MOVED_TYPES, REDUCED_TYPES
 from bundle.verification.numbers import Bench
 
 
-def measure_collective_errors(bench: Bench) -> float:
+def require_exact_collective_results(bench: Bench) -> float:
     """Return 0.0 where every call gave the expected numbers; raise JobFailed with each call that did not."""
     rank, device, wrong, calls = dist.get_rank(), bench.device, [], 0
     for calls_by_name, names in ((REDUCING_CALLS, REDUCED_TYPES), (MOVING_CALLS, MOVED_TYPES)):
@@ -78,7 +78,7 @@ def _broadcast(rank: int, kind: torch.dtype, device: torch.device) -> CallResult
     return x, [1, 1]
 
 
-def _exchange(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _send_and_receive(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
     mine, other = torch.tensor([rank, 1], device=device).to(kind), torch.empty(2, dtype=kind, device=device)
     sides = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
     for work in dist.batch_isend_irecv(sides):
@@ -96,5 +96,5 @@ MOVING_CALLS: Mapping[str, _Call] = {
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
-    "send and receive": _exchange,
+    "send and receive": _send_and_receive,
 }

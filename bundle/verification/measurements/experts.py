@@ -9,11 +9,11 @@ import torch
 from bundle.mcore import context, optimization, routers
 from bundle.verification.numbers import (
     EXPERTS_CONFIG,
-    LATENT_CONFIG,
+    MLA_CONFIG,
     Bench,
     BenchLayout,
     Numbers,
-    draw_sequences,
+    draw_sequences_with_next_token,
     find_worst,
     measure_gap,
     sum_token_losses,
@@ -24,10 +24,10 @@ _BALANCING = {
     "moe_aux_loss_coeff": 2.0,
     "moe_z_loss_coeff": 0.5,
 }
-_LATENT_EXPERTS = LATENT_CONFIG | {"first_k_dense_replace": 1}
+_MLA_MOE_CONFIG = MLA_CONFIG | {"first_k_dense_replace": 1}
 
 
-def measure_split_experts(bench: Bench) -> float:
+def measure_split_expert_gradients(bench: Bench) -> float:
     """Measure experts on two ranks, each with all the tokens, against all experts on one rank."""
     with bench.open_layout() as layout:
         reference = layout.run_backward(layout.build_chunk(EXPERTS_CONFIG), [layout.build_two_rows()])
@@ -48,7 +48,7 @@ def measure_fp32_router(bench: Bench) -> float:
     return measure_gap(seen[1], seen[0])
 
 
-def measure_per_token_loss(bench: Bench) -> float:
+def measure_per_token_balancing_gradient(bench: Bench) -> float:
     """Measure the gradient norm of per-token losses: two context- or tensor-parallel ranks against one."""
     return find_worst(
         bench.measure_norm_gap(EXPERTS_CONFIG, _BALANCING, **sizes)
@@ -56,12 +56,12 @@ def measure_per_token_loss(bench: Bench) -> float:
     )
 
 
-def measure_mean_loss(bench: Bench) -> float:
+def measure_cp_mean_balancing_gradient(bench: Bench) -> float:
     """Measure the gradient norm of mean losses over two context-parallel ranks, against that of one."""
     return bench.measure_norm_gap(EXPERTS_CONFIG, _BALANCING | {"calculate_per_token_loss": False}, cp=2)
 
 
-def measure_sequence_loss(bench: Bench) -> float:
+def measure_sequence_aux_loss_gradient(bench: Bench) -> float:
     """Measure the gradient norm of a per-sequence loss: one micro-batch of two rows, against two of one."""
     options = _BALANCING | {"moe_router_load_balancing_type": "seq_aux_loss"}
     with bench.open_layout() as layout:
@@ -72,25 +72,27 @@ def measure_sequence_loss(bench: Bench) -> float:
 def measure_expert_counts(bench: Bench) -> float:
     """Measure a bf16 model's counts of tokens per expert, against the tokens that its router sent there."""
     with bench.open_layout() as layout:
-        model = layout.build_chunk(_LATENT_EXPERTS, dtype="bf16")
+        model = layout.build_chunk(_MLA_MOE_CONFIG, dtype="bf16")
         (wrapped,) = optimization.wrap_data_parallel(
-            layout.build_recipe(_LATENT_EXPERTS, dtype="bf16"), model.config, [model]
+            layout.build_recipe(_MLA_MOE_CONFIG, dtype="bf16"), model.config, [model]
         )
         (router,) = routers.find_routers(model)
-        sent = torch.zeros(_LATENT_EXPERTS["n_routed_experts"], device=bench.device)
+        sent = torch.zeros(_MLA_MOE_CONFIG["n_routed_experts"], device=bench.device)
 
         def count(_module: torch.nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
             sent.add_(output[1].sum(0))
 
         router.register_forward_hook(count)
-        for part in torch.stack(draw_sequences((128,) * 24)).split(8):  # 768 for each expert, on average
+        for part in torch.stack(draw_sequences_with_next_token((128,) * 24)).split(
+            8
+        ):  # 768 for each expert, on average
             sum_token_losses(wrapped, layout.build_batch(part, torch.ones(8, 128)))
         return measure_gap({"counts": router.local_tokens_per_expert.float()}, {"counts": sent})
 
 
 _EXPERTS, _TOPK, _HIDDEN = 8, 2, 64  # of EXPERTS_CONFIG
-_AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
-_GLOBAL_LOSS = _AUX_LOSS | {"moe_router_load_balancing_type": "global_aux_loss"}
+_AUX_LOSS_OPTIONS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+_GLOBAL_LOSS_CONFIG = _AUX_LOSS_OPTIONS | {"moe_router_load_balancing_type": "global_aux_loss"}
 _BIASED_ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 
@@ -109,23 +111,23 @@ def measure_masked_expert_counts(bench: Bench) -> float:
     return find_worst(gaps)
 
 
-def measure_masked_balancing_gradient(bench: Bench) -> float:
+def measure_unpadded_mask_balancing_gradient(bench: Bench) -> float:
     """Measure a rank's balancing gradient under a mask without any padding, against that without a mask."""
     with bench.open_layout(tp=2, ep=2) as layout:
         rows = _draw_rows(bench, 24)[:, None]
         seen = []
         for mask in (torch.zeros(24, 1, dtype=torch.bool, device=bench.device), None):
-            router = _build_router(layout, _AUX_LOSS)
+            router = _build_router(layout, _AUX_LOSS_OPTIONS)
             router(rows, padding_mask=mask)[0].sum().mul(0.0).backward()
             seen.append({"gradient": router.weight.grad})
         return measure_gap(*seen)
 
 
-def measure_global_loss(bench: Bench) -> float:
+def measure_aux_gradient_against_formula(bench: Bench) -> float:
     """Measure the global loss's gradient in micro-batches of 12, 20 and 5 tokens, against its formula."""
     parts = _draw_rows(bench, 37).split((12, 20, 5))
     with bench.open_layout() as layout:
-        router = _build_router(layout, _GLOBAL_LOSS | {"calculate_per_token_loss": False})
+        router = _build_router(layout, _GLOBAL_LOSS_CONFIG | {"calculate_per_token_loss": False})
         for part in parts:
             router(part[:, None])[0].sum().mul(0.0).backward()
         weight = router.weight.detach().clone().requires_grad_()
@@ -152,7 +154,7 @@ _FULL_RECOMPUTE = {"granularity": "full"}
 _TOKENS, _TOPK, _MICRO_BATCHES = 32, 2, 2
 
 
-def measure_live_inputs(bench: Bench) -> float:
+def count_unfreed_recompute_inputs(bench: Bench) -> float:
     """Return how many layers' recomputed inputs are still in memory after the backward pass."""
     inputs: list[weakref.ref[torch.Tensor]] = []
 
@@ -170,16 +172,18 @@ def measure_live_inputs(bench: Bench) -> float:
         return float(sum(reference() is not None for reference in inputs))
 
 
-def measure_replay(bench: Bench) -> float:
+def measure_router_replay_mismatch(bench: Bench) -> float:
     """Measure the share of tokens with other experts than requested; then full recomputation against none."""
     with bench.open_layout() as layout:
         (plain, missed), (recomputed, missed_too) = (
-            _replay_routes(layout, recompute) for recompute in (None, _FULL_RECOMPUTE)
+            _compute_gradients_and_misrouted_share(layout, recompute) for recompute in (None, _FULL_RECOMPUTE)
         )
         return find_worst([missed, missed_too, measure_gap(recomputed, plain)])
 
 
-def _replay_routes(layout: BenchLayout, recompute: dict[str, str] | None) -> tuple[Numbers, float]:
+def _compute_gradients_and_misrouted_share(
+    layout: BenchLayout, recompute: dict[str, str] | None
+) -> tuple[Numbers, float]:
     """Return loss and gradients under fixed routes, and the largest share of tokens a router sent elsewhere.
 
     Every fourth token is left to the router, which must choose the k best of its scores.
@@ -204,13 +208,13 @@ def _replay_routes(layout: BenchLayout, recompute: dict[str, str] | None) -> tup
         with choices.record_forward(context.ForcedRoutes(forced_routes, forced_mask)):
             loss = sum_token_losses(model, layout.build_two_rows())
         loss.backward()
-    return {"loss": loss.detach(), **layout.collect_gradients(model)}, max(shares)
+    return {"loss": loss.detach(), **layout.collect_cp_summed_gradients(model)}, max(shares)
 
 
-def measure_native_recompute(bench: Bench) -> float:
+def measure_megatron_replay_recompute(bench: Bench) -> float:
     """Measure megatron-core's own replay with two micro-batches in flight, recomputed against kept."""
     with bench.open_layout() as layout:
-        tokens = torch.stack(draw_sequences((16,) * 2 * _MICRO_BATCHES))
+        tokens = torch.stack(draw_sequences_with_next_token((16,) * 2 * _MICRO_BATCHES))
         seen: list[Numbers] = []
         for recompute in (None, _FULL_RECOMPUTE):
             model = layout.build_chunk(EXPERTS_CONFIG, recompute=recompute, router_replay=True)
@@ -222,7 +226,7 @@ def measure_native_recompute(bench: Bench) -> float:
                 losses.append(sum_token_losses(model, layout.build_batch(part, torch.ones(2, 16))))
             for loss in losses:
                 loss.backward()
-            seen.append({"loss": torch.stack(losses).detach(), **layout.collect_gradients(model)})
+            seen.append({"loss": torch.stack(losses).detach(), **layout.collect_cp_summed_gradients(model)})
         return measure_gap(seen[1], seen[0])
 
 

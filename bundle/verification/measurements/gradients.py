@@ -5,9 +5,9 @@ import torch
 from bundle.mcore import optimization
 from bundle.mcore.gpt import compute_cross_entropy
 from bundle.verification.numbers import (
-    DENSE_CONFIG,
+    DENSE_HF_CONFIG,
     EXPERTS_CONFIG,
-    LATENT_CONFIG,
+    MLA_CONFIG,
     Bench,
     BenchLayout,
     Numbers,
@@ -15,64 +15,68 @@ from bundle.verification.numbers import (
     measure_gap,
     sum_token_losses,
 )
-from bundle.verification.products import RepeatedMatrixRecorder
+from bundle.verification.products import BroadcastProductRecorder
 
 
-def measure_per_token_loss(bench: Bench) -> float:
+def measure_cp_gradient_norm(bench: Bench) -> float:
     """Measure the gradient norm of a per-token loss: the same rows shared by two ranks, and on each rank."""
-    return bench.measure_norm_gap(DENSE_CONFIG, cp=2)
+    return bench.measure_norm_gap(DENSE_HF_CONFIG, cp=2)
 
 
-def measure_optimizer_step(bench: Bench) -> float:
+def measure_optimizer_norm_against_gradients(bench: Bench) -> float:
     """Measure the gradient norm that the optimizer finds, against that of the gradients themselves."""
     with bench.open_layout() as layout:
         batch = layout.build_two_rows(32)
-        numbers = layout.run_backward(layout.build_chunk(DENSE_CONFIG), [batch])
+        numbers = layout.run_backward(layout.build_chunk(DENSE_HF_CONFIG), [batch])
         squares = sum(x.square().sum() for name, x in numbers.items() if name != "loss")
         reference = torch.as_tensor(squares).sqrt() / batch.mask.sum()
-        return measure_gap(layout.measure_gradient_norm(DENSE_CONFIG), {"norm": reference})
+        return measure_gap(layout.measure_gradient_norm(DENSE_HF_CONFIG), {"norm": reference})
 
 
-def measure_shared_embedding(bench: Bench) -> float:
+def measure_shared_embedding_mark_effect(bench: Bench) -> float:
     """Measure a step of a model whose embedding megatron has marked as shared by stages, against one without.
 
     The buffer before the embedding is an odd multiple of 64 long, as the norm at the end of the last layer
     is.
     """
     with bench.open_layout() as layout:
-        return measure_gap(_take_step(layout, shared=True), _take_step(layout, shared=False))
+        return measure_gap(
+            _take_step_and_read_weights(layout, shared=True),
+            _take_step_and_read_weights(layout, shared=False),
+        )
 
 
-def _take_step(layout: BenchLayout, *, shared: bool) -> Numbers:
+def _take_step_and_read_weights(layout: BenchLayout, *, shared: bool) -> Numbers:
     """Take a step; return the gradient norm and the weights after it."""
-    model = layout.build_chunk(DENSE_CONFIG)
+    model = layout.build_chunk(DENSE_HF_CONFIG)
     if shared:
         vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
-    norm = layout.take_step(DENSE_CONFIG, model)
+    norm = layout.take_step_and_get_norm(DENSE_HF_CONFIG, model)
     return {"norm": norm, **{name: x.detach().clone() for name, x in model.named_parameters()}}
 
 
-def measure_latent_attention(bench: Bench) -> float:
+def measure_tp_mla_gradient_norm(bench: Bench) -> float:
     """Measure latent attention over two ranks; every rank holds the down projections whole."""
-    return bench.measure_norm_gap(LATENT_CONFIG, tp=2)
+    return bench.measure_norm_gap(MLA_CONFIG, tp=2)
 
 
-def measure_experts(bench: Bench) -> float:
+def measure_tp_ep_gradient_norm(bench: Bench) -> float:
     """Measure half of the experts on each of two tensor-parallel ranks."""
     return bench.measure_norm_gap(EXPERTS_CONFIG, tp=2, ep=2)
 
 
-def measure_loaded_weights(bench: Bench) -> float:
+def measure_offload_optimizer_reload(bench: Bench) -> float:
     """Measure a step on weights loaded after the optimizer was made, against weights loaded before."""
     with bench.open_layout() as layout:
         return measure_gap(
-            _step_loaded_weights(layout, loads_after=True), _step_loaded_weights(layout, loads_after=False)
+            _read_loaded_offload_weights(layout, loads_after=True),
+            _read_loaded_offload_weights(layout, loads_after=False),
         )
 
 
-def _step_loaded_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
-    job = layout.build_recipe(DENSE_CONFIG, dtype="bf16")
-    model = layout.build_chunk(DENSE_CONFIG, dtype="bf16")
+def _read_loaded_offload_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
+    job = layout.build_recipe(DENSE_HF_CONFIG, dtype="bf16")
+    model = layout.build_chunk(DENSE_HF_CONFIG, dtype="bf16")
     wrapped = optimization.wrap_data_parallel(job, model.config, [model])
 
     def load() -> None:
@@ -83,17 +87,17 @@ def _step_loaded_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
 
     if not loads_after:
         load()
-    optimizer = optimization.build_optimizer(job, wrapped, **optimization.OFFLOAD_OPTIONS)
+    optimizer = optimization.build_optimizer(job, wrapped, **optimization.FULL_CPU_OFFLOAD_OPTIONS)
     if loads_after:
         load()
         optimizer.reload_model_params()
     return {
         str(i): x.detach().float().clone()
-        for i, x in enumerate(optimization.list_sub_optimizer_parameters(optimizer))
+        for i, x in enumerate(optimization.list_offload_optimizer_parameters(optimizer))
     }
 
 
-def measure_loaded_state(bench: Bench) -> float:
+def measure_offload_adam_state_load(bench: Bench) -> float:
     """Measure the loaded states of an fp32 and a bf16 parameter, and the fp32 weights of both."""
     generator = torch.Generator().manual_seed(12)
     drawn = [torch.randn(5, generator=generator).to(bench.device) for _ in range(6)]
@@ -131,18 +135,18 @@ def measure_loaded_state(bench: Bench) -> float:
 _LABEL_SMOOTHING = 0.3
 
 
-def measure_frozen_product(bench: Bench) -> float:
+def measure_frozen_head_input_gradient(bench: Bench) -> float:
     """Return the error of a frozen output layer's input gradient, or how many products of it repeat a matrix.
 
     The gradient is that of one row of logits, seen batch first: its size-1 dimension has the row's stride.
     """
     with bench.open_layout() as layout:
-        head = layout.build_chunk(DENSE_CONFIG).output_layer
+        head = layout.build_chunk(DENSE_HF_CONFIG).output_layer
         head.weight.requires_grad_(False)
         rows = torch.randn(16, 1, head.weight.shape[1], device=bench.device, requires_grad=True)
         output, _ = head(rows)
         gradient = torch.randn(1, 16, head.weight.shape[0], device=bench.device).transpose(0, 1)
-        with RepeatedMatrixRecorder() as repeated:
+        with BroadcastProductRecorder() as repeated:
             output.backward(gradient)
         exact = (gradient.double() @ head.weight.double()).float()
         return find_worst([measure_gap({"gradient": rows.grad}, {"gradient": exact}), len(repeated.shapes)])
@@ -177,8 +181,8 @@ def measure_gathered_logits(bench: Bench) -> float:
         seen = []
         for gather in (True, None):
             # 0.12 gathers nothing where ranks share the sequence
-            model = layout.build_chunk(DENSE_CONFIG, {"sequence_parallel": False})
+            model = layout.build_chunk(DENSE_HF_CONFIG, {"sequence_parallel": False})
             loss = sum_token_losses(model, batch, runtime_gather_output=gather)
             loss.backward()
-            seen.append({"loss": loss.detach(), **layout.collect_gradients(model)})
+            seen.append({"loss": loss.detach(), **layout.collect_cp_summed_gradients(model)})
         return measure_gap(*seen)

@@ -6,12 +6,12 @@ import torch
 
 from bundle.mcore import mtp, rotary
 from bundle.verification.numbers import (
-    DENSE_CONFIG,
+    DENSE_HF_CONFIG,
     Bench,
     BenchLayout,
     Numbers,
     RankBatch,
-    draw_sequences,
+    draw_sequences_with_next_token,
     find_worst,
     measure_gap,
     sum_token_losses,
@@ -22,38 +22,38 @@ _TWO_DEPTHS = {"layers": 2}
 
 def measure_context_parallel(bench: Bench) -> float:
     """Measure the gradients of a per-token and a mean loss, and logged losses: two ranks against one."""
-    return bench.measure_gap_to_one_rank(_compute_losses, cp=2)
+    return bench.measure_gap_to_one_rank(_compute_mtp_gradients_and_losses, cp=2)
 
 
-def _compute_losses(layout: BenchLayout) -> Numbers:
-    tokens = torch.stack(draw_sequences((32, 32)))
+def _compute_mtp_gradients_and_losses(layout: BenchLayout) -> Numbers:
+    tokens = torch.stack(draw_sequences_with_next_token((32, 32)))
     mask = torch.ones(2, 32)
     mask[:, :3] = 0  # a prompt
     mask[0, 20:29] = 0  # leaves the two ranks with different numbers of tokens
     batch = layout.build_batch(tokens, mask)
     mtp.clear_logged_losses()
-    token_numbers = layout.run_backward(layout.build_chunk(DENSE_CONFIG, mtp=_TWO_DEPTHS), [batch])
-    logged = layout.sum_over_ranks(mtp.read_logged_losses()) / layout.cp.size
+    token_numbers = layout.run_backward(layout.build_chunk(DENSE_HF_CONFIG, mtp=_TWO_DEPTHS), [batch])
+    logged = layout.sum_over_cp_ranks(mtp.read_local_losses()) / layout.cp.size
     mean = {"calculate_per_token_loss": False}
-    averaged = layout.run_backward(layout.build_chunk(DENSE_CONFIG, mean, mtp=_TWO_DEPTHS), [batch])
+    averaged = layout.run_backward(layout.build_chunk(DENSE_HF_CONFIG, mean, mtp=_TWO_DEPTHS), [batch])
     # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.
     layer_gradients = {f"mean {k}": v / layout.cp.size for k, v in _select_mtp_numbers(averaged).items()}
     return {**token_numbers, **layer_gradients, "logged": logged}
 
 
-def measure_per_token_loss(bench: Bench) -> float:
+def measure_per_token_gradients(bench: Bench) -> float:
     """Measure the MTP layers' gradients of a per-token loss, on one and two ranks, against those of a mean.
 
     The mean is over the tokens that the rolls leave, times the tokens of the main loss.
     """
     lengths, gaps = (8, 8), []
-    tokens, mask = torch.stack(draw_sequences(lengths)), torch.ones(2, 8)
+    tokens, mask = torch.stack(draw_sequences_with_next_token(lengths)), torch.ones(2, 8)
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE_CONFIG, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
+        model = layout.build_chunk(DENSE_HF_CONFIG, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
         mean = _select_mtp_numbers(layout.run_backward(model, [layout.build_batch(tokens, mask)]))
     for sizes in ({}, {"cp": 2}):
         with bench.open_layout(**sizes) as layout:
-            model = layout.build_chunk(DENSE_CONFIG, mtp=_TWO_DEPTHS)
+            model = layout.build_chunk(DENSE_HF_CONFIG, mtp=_TWO_DEPTHS)
             seen = _select_mtp_numbers(layout.run_backward(model, [layout.build_batch(tokens, mask)]))
             gaps.append(measure_gap(seen, {name: sum(lengths) * x for name, x in mean.items()}))
     return max(gaps)
@@ -64,7 +64,7 @@ def _select_mtp_numbers(seen: Numbers) -> Numbers:
     return {name: x for name, x in seen.items() if name.startswith("mtp.")}
 
 
-def measure_padded_packing(bench: Bench) -> float:
+def measure_padded_against_unpacked(bench: Bench) -> float:
     """Measure packed sequences with padding between them, against one unpacked pass for each.
 
     All sequences have one length: the loss of each depth is divided by all tokens of a pass, be it a pack or
@@ -72,22 +72,22 @@ def measure_padded_packing(bench: Bench) -> float:
     """
     with bench.open_layout() as layout:
         # Transformer Engine's unfused attention, on a GPU the only one in fp32, drops rows of padding.
-        model = layout.build_chunk(DENSE_CONFIG, mtp=_TWO_DEPTHS, attention="flash")
-        return layout.measure_packed_gap(model, draw_sequences((10, 10, 10)))
+        model = layout.build_chunk(DENSE_HF_CONFIG, mtp=_TWO_DEPTHS, attention="flash")
+        return layout.measure_packed_gradient_gap(model, draw_sequences_with_next_token((10, 10, 10)))
 
 
 def measure_recompute(bench: Bench) -> float:
     """Measure recomputed layers, on packed and on unpacked input, against layers without recomputation."""
-    sequences = draw_sequences((12, 24, 6))
+    sequences = draw_sequences_with_next_token((12, 24, 6))
     gaps = []
     with bench.open_layout() as layout:
         for batches in (
-            [layout.pack_sequences(sequences, multiple=1)],
+            [layout.pack_padded_sequences(sequences, multiple=1)],
             layout.build_single_batches(sequences),
         ):
             plain, again = (
                 layout.run_backward(
-                    layout.build_chunk(DENSE_CONFIG, mtp={"layers": 1}, recompute=recompute), batches
+                    layout.build_chunk(DENSE_HF_CONFIG, mtp={"layers": 1}, recompute=recompute), batches
                 )
                 for recompute in (None, {"granularity": "full"})
             )
@@ -99,12 +99,12 @@ def measure_zero_layers(bench: Bench) -> float:
     """Measure the logits of a model configured with 0 layers, against one without that setting."""
     with bench.open_layout() as layout:
         batch = layout.build_two_rows()
-        reference = _compute_logits(layout.build_chunk(DENSE_CONFIG), batch)
-        zero = layout.build_chunk(DENSE_CONFIG, {"mtp_num_layers": 0})
+        reference = _compute_logits(layout.build_chunk(DENSE_HF_CONFIG), batch)
+        zero = layout.build_chunk(DENSE_HF_CONFIG, {"mtp_num_layers": 0})
         return measure_gap({"logits": _compute_logits(zero, batch)}, {"logits": reference})
 
 
-def measure_missing_labels(bench: Bench) -> float:
+def measure_logits_without_labels(bench: Bench) -> float:
     """Measure the logits of a model with a prediction layer and no labels, against a model without the layer.
 
     The gap is at least the number of times that the layer ran without labels, in training and in evaluation.
@@ -112,8 +112,8 @@ def measure_missing_labels(bench: Bench) -> float:
     """
     with bench.open_layout() as layout:
         batch = layout.build_two_rows()
-        reference = {"logits": _compute_logits(layout.build_chunk(DENSE_CONFIG), batch)}
-        model = layout.build_chunk(DENSE_CONFIG, mtp={"layers": 1})
+        reference = {"logits": _compute_logits(layout.build_chunk(DENSE_HF_CONFIG), batch)}
+        model = layout.build_chunk(DENSE_HF_CONFIG, mtp={"layers": 1})
         ran: list[float] = []
         model.mtp.register_forward_hook(lambda *_: ran.append(1.0))
         gaps = []
@@ -141,7 +141,7 @@ def measure_unsharded_embeddings(bench: Bench) -> float:
         batch = layout.build_two_rows()
         seen = []
         for is_unsharded in (True, False):
-            model = layout.build_chunk(DENSE_CONFIG, mtp={"layers": 2})
+            model = layout.build_chunk(DENSE_HF_CONFIG, mtp={"layers": 2})
             embedding = model.embedding
             decoder_input = embedding(batch.ids, batch.positions).detach()
             if is_unsharded:
@@ -149,17 +149,17 @@ def measure_unsharded_embeddings(bench: Bench) -> float:
                 embedding.word_embeddings.reduce_scatter_embeddings = False
             loss = sum_token_losses(model, batch, decoder_input=decoder_input)
             loss.backward()
-            seen.append({"loss": loss.detach(), **layout.collect_gradients(model)})
+            seen.append({"loss": loss.detach(), **layout.collect_cp_summed_gradients(model)})
         return measure_gap(*seen)
 
 
-def measure_packed_mrope(bench: Bench) -> float:
+def measure_dense_cp_packed_mrope(bench: Bench) -> float:
     """Measure padded sequences with positions in time, height and width, packed for two ranks.
 
     The reference is a pass on one rank for each sequence alone.
     """
     lengths, multiple = (12, 24, 6), 8
-    sequences = draw_sequences(lengths)
+    sequences = draw_sequences_with_next_token(lengths)
     generator = torch.Generator().manual_seed(9)
     positions = [torch.randint(0, 40, (3, 1, n), generator=generator).to(bench.device) for n in lengths]
     with bench.open_layout() as layout:
@@ -167,17 +167,17 @@ def measure_packed_mrope(bench: Bench) -> float:
         batches = [
             replace(batch, positions=sequence_positions) for batch, sequence_positions in single_batches
         ]
-        reference = layout.run_backward(_build_mrope_model(layout), batches)
+        reference = layout.run_backward(_build_dense_mrope_model(layout), batches)
     with bench.open_layout(cp=2) as layout:
         padded = [
             torch.nn.functional.pad(sequence_positions, (0, -sequence_positions.shape[-1] % multiple))
             for sequence_positions in positions
         ]
-        batch = replace(layout.pack_sequences(sequences, multiple), positions=torch.cat(padded, -1))
-        return measure_gap(layout.run_backward(_build_mrope_model(layout), [batch]), reference)
+        batch = replace(layout.pack_padded_sequences(sequences, multiple), positions=torch.cat(padded, -1))
+        return measure_gap(layout.run_backward(_build_dense_mrope_model(layout), [batch]), reference)
 
 
-def _build_mrope_model(layout: BenchLayout) -> torch.nn.Module:
-    model = layout.build_chunk(DENSE_CONFIG)
+def _build_dense_mrope_model(layout: BenchLayout) -> torch.nn.Module:
+    model = layout.build_chunk(DENSE_HF_CONFIG)
     rotary.use_megatron_mrope(model, (2, 3, 3), base=100)
     return model

@@ -28,7 +28,7 @@ _BATCH, _LENGTH = 2, 96
 _SEQUENCE_ENDS = (0, 5, 64, 64, 100)  # of packed sequences, one of which is empty
 
 
-def measure_attention(bench: Bench) -> float:
+def measure_npu_fusion_attention(bench: Bench) -> float:
     """Measure npu_fusion_attention as backends.ascend.attention calls it, against softmax written out."""
     return find_worst(
         _measure_attention_gap(bench.device, dtype, *case) / tolerance
@@ -37,11 +37,11 @@ def measure_attention(bench: Bench) -> float:
     )
 
 
-def measure_rms_norm(bench: Bench) -> float:
+def measure_npu_rms_norm(bench: Bench) -> float:
     """Measure npu_rms_norm against torch's own."""
     from bundle.backends.ascend.operators import find_operator
 
-    return _measure_worst_gap(
+    return _measure_worst_tolerance_ratio(
         bench.device,
         ((3, 5, 256), (256,)),
         lambda x, weight: find_operator("npu_rms_norm")(x, weight, 1e-6)[0],
@@ -49,7 +49,7 @@ def measure_rms_norm(bench: Bench) -> float:
     )
 
 
-def measure_swiglu(bench: Bench) -> float:
+def measure_npu_swiglu(bench: Bench) -> float:
     """Measure npu_swiglu against torch's silu and product."""
     from bundle.backends.ascend.operators import find_operator
 
@@ -57,12 +57,12 @@ def measure_swiglu(bench: Bench) -> float:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    return _measure_worst_gap(
+    return _measure_worst_tolerance_ratio(
         bench.device, ((3, 5, 256),), lambda x: find_operator("npu_swiglu")(x, -1), compute_reference
     )
 
 
-def measure_rotary(bench: Bench) -> float:
+def measure_npu_rotary_mul(bench: Bench) -> float:
     """Measure npu_rotary_mul with the angles of positions, against the rotation written out."""
     from bundle.backends.ascend.operators import find_operator
 
@@ -78,12 +78,12 @@ def measure_rotary(bench: Bench) -> float:
         return x * cos + torch.cat((-second, first), -1) * sin
 
     turn = find_operator("npu_rotary_mul")
-    return _measure_worst_gap(
+    return _measure_worst_tolerance_ratio(
         bench.device, ((16, 2, 4, 64),), lambda x: turn(x, *cast_cos_sin(x), "half"), compute_reference
     )
 
 
-def measure_permute(bench: Bench) -> float:
+def measure_ascend_permutation(bench: Bench) -> float:
     """Measure tokens sorted by expert and put back; in between expert n multiplies its rows by n + 1."""
     from bundle.backends.ascend import permutation
 
@@ -101,10 +101,12 @@ def measure_permute(bench: Bench) -> float:
     def compute_reference(tokens: Tensor, probs: Tensor) -> Tensor:
         return tokens * (probs * routes * experts).sum(1, keepdim=True)
 
-    return _measure_worst_gap(bench.device, ((12, 64), tuple(routes.shape)), run_kernel, compute_reference)
+    return _measure_worst_tolerance_ratio(
+        bench.device, ((12, 64), tuple(routes.shape)), run_kernel, compute_reference
+    )
 
 
-def measure_grouped_experts(bench: Bench) -> float:
+def measure_npu_grouped_matmul(bench: Bench) -> float:
     """Measure npu_grouped_matmul with our own gradient, against one product after the other."""
     from bundle.backends.ascend import experts
 
@@ -118,12 +120,12 @@ def measure_grouped_experts(bench: Bench) -> float:
         parts = zip(rows.split(sizes), weights, strict=True)
         return torch.cat([part @ weight.t() for part, weight in parts])
 
-    return _measure_worst_gap(
+    return _measure_worst_tolerance_ratio(
         bench.device, ((sum(sizes), 64), (len(sizes), 32, 64)), run_kernel, compute_reference
     )
 
 
-def measure_adamw(bench: Bench) -> float:
+def measure_fused_adamw(bench: Bench) -> float:
     """Measure three steps of torch's fused AdamW in fp32, as weights are updated, against float64."""
     seen = []
     for device, dtype in ((bench.device, torch.float32), (torch.device("cpu"), torch.float64)):
@@ -136,7 +138,7 @@ def measure_adamw(bench: Bench) -> float:
     return measure_gap(*seen) / TOLERANCES[torch.float32]
 
 
-def _measure_worst_gap(
+def _measure_worst_tolerance_ratio(
     device: torch.device,
     shapes: Sequence[tuple[int, ...]],
     kernel: Callable[..., Tensor],

@@ -24,7 +24,7 @@ from bundle import files
 from bundle.architectures.contents import INDEX_FILE
 from bundle.errors import JobFailed, format_bytes
 from bundle.pretrained.directory import limit_violations, read_tensor_headers
-from bundle.pretrained.writing import OutputTensor, SafetensorsWriter
+from bundle.pretrained.writing import OutputTensor, SafetensorsFileWriter
 from bundle.weight_sync.manifest import (
     Manifest,
     NameTable,
@@ -180,20 +180,20 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _write_file(path: Path, tensors: Sequence[tuple[OutputTensor, memoryview]]) -> dict[str, str]:
     """Write one file with these tensors; return the digest of each."""
-    writer = SafetensorsWriter(path, [stored for stored, _ in tensors])
+    writer = SafetensorsFileWriter(path, [stored for stored, _ in tensors])
     try:
         for _, values in tensors:
             writer.append(values)
         writer.close()
     finally:
-        writer.discard()
+        writer.close_ignoring_errors()
     return {stored.name: compute_digest(values) for stored, values in tensors}
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Raise JobFailed where the files do not hold what the manifest says."""
     with ThreadPoolExecutor(_WRITER_THREADS) as pool:
-        digests = list(pool.map(_read_digests, sorted(directory.glob("*.safetensors"))))
+        digests = list(pool.map(_compute_file_digests, sorted(directory.glob("*.safetensors"))))
     if changes := list_digest_differences(manifest, itertools.chain.from_iterable(digests)):
         raise JobFailed(
             f"{directory}: these files differ from the tensors that were written. Check the disk.",
@@ -201,7 +201,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
         )
 
 
-def _read_digests(path: Path) -> list[tuple[str, str]]:
+def _compute_file_digests(path: Path) -> list[tuple[str, str]]:
     """Return the name and the digest of each tensor in a file."""
     digests = []
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

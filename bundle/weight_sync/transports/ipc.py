@@ -59,12 +59,14 @@ class Bucket:
             raise JobFailed(f"the memory of a bucket cannot be shared ({error}).") from error
 
 
-def build_buckets(tensors: Iterable[tuple[str, Tensor]], size: int = _BUCKET_BYTES) -> Iterator[Bucket]:
+def build_module_aligned_buckets(
+    tensors: Iterable[tuple[str, Tensor]], size: int = _BUCKET_BYTES
+) -> Iterator[Bucket]:
     """Yield buckets of about `size` bytes; tensors of one module share one, for servers that join them."""
     pending: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         is_full = sum(value.nbytes for _, value in pending) >= size
-        if is_full and _find_module(name) != _find_module(pending[-1][0]):
+        if is_full and _parse_grandparent_module_name(name) != _parse_grandparent_module_name(pending[-1][0]):
             yield Bucket(pending)
             pending = []
         pending.append((name, tensor))
@@ -72,7 +74,7 @@ def build_buckets(tensors: Iterable[tuple[str, Tensor]], size: int = _BUCKET_BYT
         yield Bucket(pending)
 
 
-def load_buckets(buckets: Iterable[Bucket], load: Callable[[Bucket], None]) -> None:
+def send_buckets_in_background(buckets: Iterable[Bucket], load: Callable[[Bucket], None]) -> None:
     """Call `load` in another thread with each bucket, in their order, while the next one is filled."""
     with ThreadPoolExecutor(1) as pool:
         loading: Future[None] | None = None
@@ -80,20 +82,20 @@ def load_buckets(buckets: Iterable[Bucket], load: Callable[[Bucket], None]) -> N
             if loading is not None:
                 loading.result()
             loading = pool.submit(load, bucket)
-            _free_opened()
+            _free_unused_ipc_memory()
         if loading is not None:
             loading.result()
-    _free_opened()
+    _free_unused_ipc_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the server takes its cache of keys and values next
 
 
-def _free_opened() -> None:
+def _free_unused_ipc_memory() -> None:
     """Free the memory of buckets that no process uses any more."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
 
 
-def _find_module(name: str) -> str:
+def _parse_grandparent_module_name(name: str) -> str:
     """Return the module of the layer whose weight or bias this is, such as `model.layers.3.self_attn`."""
     return name.rsplit(".", 2)[0]

@@ -9,7 +9,11 @@ import pytest
 from bundle import backends, worker
 from bundle.backends import ascend
 from bundle.backends.ascend import facade, mindspeed
-from bundle.capabilities.ascend import FACADE, MINDSPEED_FACADE, RESTORED_FUNCTIONS
+from bundle.capabilities.ascend import (
+    FACADE_TARGETS_WITH_MINDSPEED,
+    REPLACEMENT_REASONS_BY_TARGET,
+    RESTORED_FUNCTIONS,
+)
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import patcher
 from bundle.patches.plan import PatchPlan
@@ -76,7 +80,9 @@ def test_it_is_told_what_the_job_needs_and_the_process_keeps_its_own_words_and_l
 def test_what_has_to_stay_ours_is_taken_back_and_ours_put_there(package):
     mindspeed._patch_megatron(mindspeed.build_arguments(THROUGH))
     assert sys.modules["mindspeed.patch_utils"].taken_back == list(RESTORED_FUNCTIONS)
-    assert package == [MINDSPEED_FACADE] and set(MINDSPEED_FACADE) < set(FACADE)
+    assert package == [FACADE_TARGETS_WITH_MINDSPEED] and set(FACADE_TARGETS_WITH_MINDSPEED) < set(
+        REPLACEMENT_REASONS_BY_TARGET
+    )
 
 
 def test_megatron_is_not_imported_before_it(package, monkeypatch, messages):
@@ -126,18 +132,18 @@ def test_a_target_that_it_replaced_has_two_owners_and_one_that_it_wraps_has_not(
 def test_a_process_is_told_once(monkeypatch, messages):
     monkeypatch.setattr(mindspeed, "_used_arguments", mindspeed.build_arguments(THROUGH))
     with pytest.raises(EnvironmentUnfit, match="another job") as error:
-        mindspeed.prepare(IN_FP8)
+        mindspeed.set_up_runtime(IN_FP8)
     messages(error.value)
 
 
 def test_the_recipe_of_a_job_says_whether_it_goes_through_it(monkeypatch):
     prepared: list[object] = []
-    monkeypatch.setattr(mindspeed, "prepare", prepared.append)
-    monkeypatch.setattr(ascend, "prepare", lambda: prepared.append("without"))
+    monkeypatch.setattr(mindspeed, "set_up_runtime", prepared.append)
+    monkeypatch.setattr(ascend, "set_up_runtime", lambda: prepared.append("without"))
     monkeypatch.setattr(patcher, "apply", prepared.append)
-    backends.prepare("ascend", THROUGH)
-    backends.prepare("ascend", job(QWEN3))
-    backends.prepare("ascend")
+    backends.set_up_runtime("ascend", THROUGH)
+    backends.set_up_runtime("ascend", job(QWEN3))
+    backends.set_up_runtime("ascend")
     assert prepared == [THROUGH, "without", "without"]
     plan = PatchPlan(None, None, (), ())
     worker.prepare_runtime(plan, "ascend", THROUGH)

@@ -54,7 +54,7 @@ def experts(emulated, monkeypatch):
 def test_a_turn_is_megatrons_of_a_part_of_a_head_too(called, how, batch, mscale):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd as plain
 
-    turn = facade._REPLACEMENTS[TURN](plain)
+    turn = facade._REPLACEMENT_BUILDERS[TURN](plain)
     torch.manual_seed(1)
     x, half = torch.randn(5, 3, 2, 8), torch.randn(5, 1 if how.get("rotary_interleaved") else batch, 1, 3)
     wanted = plain(x, angles := torch.cat((half, half), -1), mscale=mscale, **how)
@@ -69,7 +69,7 @@ def test_a_turn_is_megatrons_of_a_part_of_a_head_too(called, how, batch, mscale)
 def test_what_the_operator_does_not_take_is_turned_by_megatron(called):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd as plain
 
-    turn = facade._REPLACEMENTS[TURN](plain)
+    turn = facade._REPLACEMENT_BUILDERS[TURN](plain)
     facade.set_rotary_operator_enabled(True)
     for shape, width in (((5, 1, 2, 896), 896), ((0, 1, 2, 8), 8), ((5, 1, 1, 2, 8), 8)):
         x, angles = torch.randn(shape), torch.randn(shape[0], *(1 for _ in shape[1:-1]), width)
@@ -144,7 +144,7 @@ def test_tokens_that_the_operator_cannot_put_back_are_refused_with_a_way_out(mor
 
 def test_which_operations_a_job_has():
     def names(job):
-        return [one.name for one in ASCEND.list_operators(job)]
+        return [one.name for one in ASCEND.list_applicable_operators(job)]
 
     everywhere = ["rms_norm", "swiglu", "rotary", "adamw"]
     lora = {"lora": {"rank": 2, "alpha": 4, "targets": ["o_proj"]}}
@@ -157,7 +157,9 @@ def test_which_operations_a_job_has():
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("name", ["rotary", "permute", "grouped_experts", "adamw"])
+@pytest.mark.parametrize(
+    "name", ["npu_rotary_mul", "ascend_permutation", "npu_grouped_matmul", "fused_adamw"]
+)
 def test_an_acceptance_passes_the_references_and_no_other(experts, emulated, name, monkeypatch):
     """What measures an operator on hardware; each is broken once, in what its backward pass gives too."""
     from types import SimpleNamespace
@@ -168,7 +170,7 @@ def test_an_acceptance_passes_the_references_and_no_other(experts, emulated, nam
     monkeypatch.setattr(found, "find_operator", emulated[1])
     bench = SimpleNamespace(device=torch.device("cpu"))
     assert getattr(measured, f"measure_{name}")(bench) <= 1
-    if name == "adamw":
+    if name == "fused_adamw":
         adamw = torch.optim.AdamW
         decay = {True: 0.0, False: 0.1}  # forgotten by the kernel
         monkeypatch.setattr(
@@ -176,9 +178,9 @@ def test_an_acceptance_passes_the_references_and_no_other(experts, emulated, nam
             "AdamW",
             lambda weights, fused, **options: adamw(weights, **options | {"weight_decay": decay[fused]}),
         )
-    elif name == "rotary":
+    elif name == "npu_rotary_mul":
         monkeypatch.setattr(found, "find_operator", lambda _: lambda x, cos, sin, mode: x * cos + x * sin)
-    elif name == "permute":
+    elif name == "ascend_permutation":
         monkeypatch.setattr(permutation, "fused_unpermute", lambda rows, *_, **__: rows[:12])
     else:
         monkeypatch.setattr(experts, "BY_SUMMED", experts.BY_ROWS)

@@ -38,12 +38,12 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
     job = recipe(model)
     with runtime.megatron_calls():
-        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(job.parallel, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, torch.device("cpu"))
     engine.forward_backward([batch(packed, job.architecture.mtp_layers)])
     norm, losses = engine.step().grad_norm, engine.take_losses()
     with runtime.megatron_calls():
-        groups.destroy()
+        groups.destroy_model_parallel_groups()
     return [losses.main, *losses.mtp, norm]
 
 

@@ -79,14 +79,14 @@ def train(job: Recipe, runtime, micro_batches: list[Any] | None = None) -> list[
     from bundle.mcore import groups
 
     with runtime.megatron_calls():
-        state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(job.parallel, seed=job.seed, timeout_seconds=60)
     try:
         engine = Engine(job, runtime, state, torch.device("cpu"))
         batches = micro_batches or rows(job.architecture.mtp_layers)
         return [_step(engine, batches) for _ in range(STEPS)]
     finally:
         with runtime.megatron_calls():
-            groups.destroy()
+            groups.destroy_model_parallel_groups()
 
 
 def _step(engine: Any, batches: list[Any]) -> list[float]:

@@ -11,7 +11,7 @@ from bundle.errors import EnvironmentUnfit
 
 PROGRAM = """
 from bundle import backends
-backends.prepare("cpu")
+backends.set_up_runtime("cpu")
 import megatron.core.optimizer
 from megatron.core.utils import is_te_min_version
 print(megatron.core.optimizer.Adam.__module__)

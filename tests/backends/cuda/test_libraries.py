@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bundle.backends import cuda
-from bundle.backends.cuda import prepare
+from bundle.backends.cuda import set_up_runtime
 from bundle.errors import EnvironmentUnfit
 
 
@@ -20,7 +20,7 @@ def _torch(monkeypatch):
 def test_without_a_gpu_nothing_is_loaded(monkeypatch, messages):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentUnfit, match="GPU") as error:
-        prepare()
+        set_up_runtime()
     messages(error.value)
 
 
@@ -29,7 +29,7 @@ def test_the_reason_why_transformer_engine_cannot_be_loaded_is_told(monkeypatch,
     monkeypatch.setattr(cuda, "_find_search_path", lambda package: [])
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(EnvironmentUnfit, match="ModuleNotFoundError") as error:
-        prepare()
+        set_up_runtime()
     messages(str(error.value).splitlines()[0])
 
 
@@ -38,9 +38,9 @@ def test_all_parts_of_torchs_own_cudnn_are_found(tmp_path):
     there.mkdir(parents=True)
     for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_ops_static.a"):
         (there / name).touch()
-    found = cuda.find_cudnn_libraries([str(tmp_path / "first"), str(tmp_path / "second")])
+    found = cuda.find_packaged_cudnn_libraries([str(tmp_path / "first"), str(tmp_path / "second")])
     assert [path.name for path in found] == ["libcudnn.so.9", "libcudnn_ops.so.9"]
 
 
 def test_a_torch_without_packages_of_its_own_has_none():
-    assert cuda.find_cudnn_libraries(cuda._find_search_path("no_such_package")) == []
+    assert cuda.find_packaged_cudnn_libraries(cuda._find_search_path("no_such_package")) == []

@@ -42,7 +42,7 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
 
     recipe = case.recipe()
     with runtime.megatron_calls():
-        state = groups.initialize(recipe.parallel, seed=1, timeout_seconds=60)
+        state = groups.create_model_parallel_groups(recipe.parallel, seed=1, timeout_seconds=60)
     device = world.device(runtime)
     engine = Engine(recipe, Stages(), state, device)
     each = MICRO_BATCHES // state.dp.size
@@ -87,7 +87,7 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
         assert torch.equal(chosen[~asked.free_mask], asked.experts[~asked.free_mask])
         assert (chosen[asked.free_mask] != asked.experts[asked.free_mask]).any()
     assert context.router_choices.get() is None
-    groups.destroy()
+    groups.destroy_model_parallel_groups()
     return {"own": first, "foreign": last, "routes": own[0].experts.tolist()}
 
 
@@ -114,7 +114,7 @@ def routes(routing: Any, number: int) -> Any:
     layers = routing.layers[::-1]
     choice = torch.rand(sum(LENGTHS), len(layers), routing.experts, generator=generator)
     experts = choice.topk(routing.topk).indices
-    return routing.build_routes(experts, layers, free_mask=torch.arange(sum(LENGTHS)) % 3 == 2)
+    return routing.build_checked_routes(experts, layers, free_mask=torch.arange(sum(LENGTHS)) % 3 == 2)
 
 
 def with_routes(batches: list[Any], given: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ def test_the_layers_of_a_model_are_those_with_experts_and_no_mtp():
 
 def test_columns_come_in_the_order_of_the_model_and_narrow():
     experts = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
-    routes = ROUTING.build_routes(experts, layers=(3, 1))
+    routes = ROUTING.build_checked_routes(experts, layers=(3, 1))
     assert routes.layers == (1, 3)
     assert routes.experts.dtype == torch.uint8
     assert torch.equal(routes.experts.long(), experts.flip(1))
@@ -37,7 +37,7 @@ def test_columns_come_in_the_order_of_the_model_and_narrow():
 
 def test_free_rows_may_hold_anything():
     experts = torch.tensor([[[0, 1], [2, 3]], [[-1, -1], [99, 99]]])
-    routes = ROUTING.build_routes(experts, (1, 3), free_mask=torch.tensor([False, True]))
+    routes = ROUTING.build_checked_routes(experts, (1, 3), free_mask=torch.tensor([False, True]))
     assert routes.experts[1].tolist() == [[0, 0], [0, 0]]
 
 
@@ -54,7 +54,7 @@ WRONG_FORM = [
 @pytest.mark.parametrize(("experts", "layers", "value"), WRONG_FORM)
 def test_routes_of_another_form_are_refused(experts, layers, value, messages):
     with pytest.raises(JobFailed) as error:
-        ROUTING.build_routes(experts, layers)
+        ROUTING.build_checked_routes(experts, layers)
     assert value in str(error.value)
     messages(error.value)
 
@@ -62,7 +62,7 @@ def test_routes_of_another_form_are_refused(experts, layers, value, messages):
 def test_every_wrong_value_is_named_with_the_first_place(messages):
     experts = torch.tensor([[[0, 1], [2, 3]], [[4, 4], [6, 8]], [[-1, 0], [1, 0]]])
     with pytest.raises(JobFailed) as caught:
-        ROUTING.build_routes(experts, (3, 1))
+        ROUTING.build_checked_routes(experts, (3, 1))
     unknown, twice = caught.value.violations
     assert "layer 1: [6, 8]" in unknown and "layer 3: [4, 4]" in twice
     messages(caught.value)
@@ -70,16 +70,16 @@ def test_every_wrong_value_is_named_with_the_first_place(messages):
 
 def test_everything_wrong_is_said_at_once():
     with pytest.raises(JobFailed) as caught:
-        ROUTING.build_routes(torch.zeros(4, 1, 3), (2,), free_mask=torch.zeros(5))
+        ROUTING.build_checked_routes(torch.zeros(4, 1, 3), (2,), free_mask=torch.zeros(5))
     assert len(caught.value.violations) == 5
 
 
 def test_experts_that_a_narrow_type_has_cut_off_are_refused(messages):
     routing = Routing((0,), 300, 1)
     with pytest.raises(JobFailed, match=r"uint8.* 300") as error:
-        routing.build_routes(torch.zeros(1, 1, 1, dtype=torch.uint8), (0,))
+        routing.build_checked_routes(torch.zeros(1, 1, 1, dtype=torch.uint8), (0,))
     messages(error.value)
-    routes = routing.build_routes(torch.full((1, 1, 1), 299), (0,))
+    routes = routing.build_checked_routes(torch.full((1, 1, 1), 299), (0,))
     assert (routes.experts.dtype, routes.experts.item()) == (torch.int16, 299)
 
 

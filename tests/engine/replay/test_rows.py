@@ -49,7 +49,9 @@ def test_what_routers_are_given_comes_back_as_the_routes(lengths, alignment, rou
         assert found is not None and found.row_mask is None
         experts = torch.stack([found.experts[layer] for layer in LAYERS], dim=1)
         # megatron embeds [b, s / cp], swaps both dimensions and cuts the first among the tensor ranks
-        tokens = packing.pack(torch.arange(sum(lengths)), fill=-1).t().chunk(parts)[part].reshape(-1)
+        tokens = (
+            packing.pack_concatenated(torch.arange(sum(lengths)), fill=-1).t().chunk(parts)[part].reshape(-1)
+        )
         assert torch.equal(experts[tokens >= 0], routes.experts[tokens[tokens >= 0]])
         return experts
 

@@ -40,7 +40,9 @@ class Checksums:
         self.entries: list[Any] = []
         self.is_computed = False
 
-    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+    def compute_expected_checksums(
+        self, directory: Path | None, checksums: Mapping[str, str]
+    ) -> Mapping[str, str]:
         weights = Weights(self.kinds, DRAFT)
         if directory is not None:
             weights.load(directory)
@@ -49,7 +51,7 @@ class Checksums:
         self.is_computed = True
         return weights.compute_checksums()
 
-    def take(self, bucket: Bucket) -> None:
+    def add_bucket(self, bucket: Bucket) -> None:
         if self.is_computed:
             self.entries, self.is_computed = [], False
         self.entries += read_bucket(bucket.share())

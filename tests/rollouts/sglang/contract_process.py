@@ -22,12 +22,12 @@ def build_twin_engine(config: dict[str, Any]) -> tuple[dict[str, Kind], Engine]:
     from bundle.architectures import from_config
     from bundle.rollouts import Request, Sampling
     from bundle.rollouts.sampling import choose_tokens, draw_uniforms
-    from bundle.rollouts.twins import TwinBuilder
+    from bundle.rollouts.twins import TransformersModelBuilder
 
     torch.set_num_threads(1)
     dtype = {"float32": "F32", "bfloat16": "BF16"}[config.get("dtype") or config["torch_dtype"]]
     kind = torch.float32 if dtype == "F32" else torch.bfloat16
-    builder = TwinBuilder(config, from_config(config), kind, torch.device("cpu"))
+    builder = TransformersModelBuilder(config, from_config(config), kind, torch.device("cpu"))
     kinds: dict[str, Kind] = {name: (dtype, tuple(shape)) for name, shape in builder.expected.items()}
     lock = threading.Lock()
     models: dict[int, Any] = {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bundle.errors import JobFailed
-from bundle.weight_sync.transports.ipc import Bucket, build_buckets, load_buckets
+from bundle.weight_sync.transports.ipc import Bucket, build_module_aligned_buckets, send_buckets_in_background
 from tests.rollouts.sglang.building import REQUESTS, build_tensors, run_cluster
 from tests.rollouts.sglang.contract_server import Fault
 from tests.rollouts.sglang.contract_weights import KINDS, open_bucket, read_bucket
@@ -89,11 +89,11 @@ def test_the_only_replica_gets_the_weights_again_by_files(run, path, kind):
         cluster.faults[0].append(Fault(path, kind))
         with pytest.raises(JobFailed):
             cluster.sync(2)
-        assert cluster.rollout.has_lost_weights and cluster.rollout.version is None
+        assert cluster.rollout.can_recover_by_resync and cluster.rollout.version is None
         with pytest.raises(JobFailed):
             cluster.ask()
         cluster.sync(2)
-        assert not cluster.rollout.has_lost_weights and answers(cluster) == {(2,) * 3}
+        assert not cluster.rollout.can_recover_by_resync and answers(cluster) == {(2,) * 3}
 
 
 def test_a_server_that_is_killed_while_it_answers_gets_the_weights_again_in_buckets(run):
@@ -102,7 +102,7 @@ def test_a_server_that_is_killed_while_it_answers_gets_the_weights_again_in_buck
         cluster.faults[0].append(Fault("/generate", "kill", skip=2))
         with pytest.raises(JobFailed):
             cluster.ask()
-        assert cluster.rollout.has_lost_weights and cluster.rollout.version is None
+        assert cluster.rollout.can_recover_by_resync and cluster.rollout.version is None
         del cluster.calls[0][:]
         cluster.sync(1)
         assert cluster.paths() == [
@@ -136,7 +136,7 @@ def test_other_tensors_than_those_of_the_first_version_end_the_sync(run, change,
             cluster.ask()
         with pytest.raises(JobFailed):  # by files, which find it before anything is paused
             cluster.rollout.sync(2, iter(changed))
-        assert not cluster.rollout.has_lost_weights
+        assert not cluster.rollout.can_recover_by_resync
         cluster.sync(3)
         assert answers(cluster) == {(3,) * 3}
 
@@ -193,7 +193,10 @@ def test_buckets_end_between_modules_that_servers_do_not_join():
     }
     sizes |= {"m.1.attn.q_a.weight": 1, "embedding": 2}
     tensors = [(name, torch.ones(size, dtype=torch.uint8)) for name, size in sizes.items()]
-    names = [[place.name for place in open_bucket(bucket.share())[1]] for bucket in build_buckets(tensors, 3)]
+    names = [
+        [place.name for place in open_bucket(bucket.share())[1]]
+        for bucket in build_module_aligned_buckets(tensors, 3)
+    ]
     first, second, third = names
     assert first == ["m.0.attn.q_a.weight", "m.0.attn.kv_a.weight"]
     assert second == ["m.0.mlp.up.weight", "m.0.mlp.down.weight"]
@@ -219,7 +222,7 @@ def test_a_bucket_is_filled_while_another_is_loaded_and_two_exist_at_most():
             assert filled.wait(10)
         events.append(f"loaded {number}")
 
-    load_buckets(fill(), load)  # type: ignore[arg-type]
+    send_buckets_in_background(fill(), load)  # type: ignore[arg-type]
     assert events.index("fill 1") < events.index("loaded 0") < events.index("fill 2")
     assert events[-1] == "loaded 2"
 
@@ -229,4 +232,4 @@ def test_an_error_while_loading_is_raised():
         raise JobFailed("no")
 
     with pytest.raises(JobFailed):
-        load_buckets(build_buckets(build_tensors(1, KINDS).items()), load)
+        send_buckets_in_background(build_module_aligned_buckets(build_tensors(1, KINDS).items()), load)

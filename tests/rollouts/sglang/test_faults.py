@@ -235,7 +235,7 @@ def check_random_faults(rounds, count: int, protocol: str, in_buckets: bool) -> 
                 assert answers in (None, [(synced,) * 3] * len(REQUESTS))
                 assert synced is not None or answers is None
                 if rests:
-                    cluster.rollout.rest()
+                    cluster.rollout.release_cache_until_sync()
                 version += 1
             for pending in cluster.faults:
                 pending.clear()

@@ -19,7 +19,7 @@ FIELDS = json.loads((Path(__file__).parent / "fields.json").read_text())
 VERSIONS = ["0.5.16", "0.5.20", "0.5.21", "0.5.23"]
 ROUTES = [
     route for _, route in inspect.getmembers(protocol, inspect.isclass) if route.__subclasses__() == []
-    and issubclass(route, protocol.Route)
+    and issubclass(route, protocol.ServerRequest)
 ]  # fmt: skip
 
 

@@ -25,21 +25,21 @@ def device(monkeypatch):
 
 
 def test_a_part_of_the_device_is_a_part_of_what_is_free(device):
-    assert TrainerMemory(torch.device("meta"), 1, 0.2).compute_free_part() == 0.4  # 20 of 50
+    assert TrainerMemory(torch.device("meta"), 1, 0.2).compute_mem_fraction_static() == 0.4  # 20 of 50
     assert device.reserved == 30
-    assert TrainerMemory(torch.device("meta"), 1, 0.49).compute_free_part() == 0.95
-    assert TrainerMemory(torch.device("meta"), 1).compute_free_part() is None
+    assert TrainerMemory(torch.device("meta"), 1, 0.49).compute_mem_fraction_static() == 0.95
+    assert TrainerMemory(torch.device("meta"), 1).compute_mem_fraction_static() is None
 
 
 def test_a_device_that_another_process_uses_is_refused(device, messages):
     with pytest.raises(JobFailed) as error:
-        TrainerMemory(torch.device("meta"), 1, 0.51).compute_free_part()
+        TrainerMemory(torch.device("meta"), 1, 0.51).compute_mem_fraction_static()
     assert str(error.value).partition(":")[0] == KEY
     messages(error.value)
 
 
 def test_the_trainer_can_have_what_is_free_and_what_it_has(device):
     memory = TrainerMemory(torch.device("meta"), 1)
-    assert memory.read_free_and_reserved() == 80
+    assert memory.read_free_and_trainer_bytes() == 80
     memory.release_cache()
-    assert memory.read_free_and_reserved() == 80
+    assert memory.read_free_and_trainer_bytes() == 80

@@ -193,18 +193,20 @@ def test_a_helper_puts_together_what_the_server_has(tmp_path, python, share_by_n
     expected["draft.model.embed_tokens.weight"] = expected["model.embed_tokens.weight"]
     unknown = ["draft.model.norm.weight", "c.qkv_proj.weight", "other.experts.w2_weight", "other.experts.x"]
     helper = HashHelper(python, 60)
-    assert helper.compute(tmp_path, dict.fromkeys([*expected, *unknown], "")) == expected
+    assert helper.compute_expected_checksums(tmp_path, dict.fromkeys([*expected, *unknown], "")) == expected
     with pytest.raises(JobFailed):
-        helper.compute(tmp_path / "none", {"norm.weight": ""})
-    assert helper.compute(tmp_path, {"norm.weight": ""}) == {"norm.weight": expected["norm.weight"]}
+        helper.compute_expected_checksums(tmp_path / "none", {"norm.weight": ""})
+    assert helper.compute_expected_checksums(tmp_path, {"norm.weight": ""}) == {
+        "norm.weight": expected["norm.weight"]
+    }
     for addend in (0, 1):  # a second version replaces the first
         for names in (parts[:7], parts[7:]):
-            helper.take(Bucket([(name, tensors[name] + addend) for name in names]))
-        checksums = helper.compute(None, dict.fromkeys([*expected, *unknown], ""))
+            helper.add_bucket(Bucket([(name, tensors[name] + addend) for name in names]))
+        checksums = helper.compute_expected_checksums(None, dict.fromkeys([*expected, *unknown], ""))
         assert checksums["norm.weight"] == compute_hash(tensors["norm.weight"] + addend)
         assert checksums.keys() == expected.keys() and (checksums == expected) is (addend == 0)
     with pytest.raises(JobFailed):
-        helper.compute(None, {"norm.weight": ""})  # no bucket came since
+        helper.compute_expected_checksums(None, {"norm.weight": ""})  # no bucket came since
     helper.close()
 
 
@@ -214,9 +216,9 @@ def test_a_helper_that_fails_is_no_proof(tmp_path, body, share_by_names):
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     with pytest.raises(JobFailed):
-        HashHelper(str(program), 0.3).compute(tmp_path, {"a": ""})
+        HashHelper(str(program), 0.3).compute_expected_checksums(tmp_path, {"a": ""})
     with pytest.raises(JobFailed):
-        HashHelper(str(program), 0.3).take(Bucket([("a", torch.ones(1))]))
+        HashHelper(str(program), 0.3).add_bucket(Bucket([("a", torch.ones(1))]))
 
 
 def test_weights_of_runs_that_were_killed_are_removed(tmp_path):

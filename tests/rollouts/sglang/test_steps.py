@@ -8,10 +8,10 @@ import pytest
 from bundle.errors import JobFailed, UsageError
 from bundle.rollouts import Request, Rollout, Sampling
 from bundle.rollouts.sglang.checksums import FirstReplicaChecksums
-from bundle.rollouts.sglang.client import Client, Keys, ServerFault
+from bundle.rollouts.sglang.client import Client, Keys, ServerCallFailed
 from bundle.rollouts.sglang.server import ServerReplica
 from bundle.weight_sync.manifest import NameTable
-from bundle.weight_sync.states import FreeMemoryWait, ReplicaSync, Step
+from bundle.weight_sync.states import FreeMemoryWait, Step, SyncedReplica
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.sglang.building import (
     REQUESTS,
@@ -67,7 +67,7 @@ def test_all_calls_come_in_their_order_with_their_fields(cluster: Cluster):
     assert cluster.ask() == [(1, 1, 1)] * len(REQUESTS)
 
     del cluster.calls[0][:]
-    engine.rest()
+    engine.release_cache_until_sync()
     assert cluster.paths() == TO_REST and cluster.server().offloaded == {"kv_cache"}
     assert engine.version is None
     cluster.sync(2)
@@ -118,7 +118,7 @@ def hold(cluster: Cluster, number: int = 0) -> threading.Thread:
     def ask():
         from bundle.rollouts.sglang.protocol import build_generate
 
-        client.call(build_generate(Request((9,), 0, 0), SAMPLING, None))
+        client.request_blocking(build_generate(Request((9,), 0, 0), SAMPLING, None))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -133,7 +133,7 @@ def test_an_update_and_a_version_leave_requests_that_run_alone(cluster: Cluster)
     cluster.replicas[0].load(directory)
     cluster.replicas[0].set_version("5")
     assert cluster.server().requests and not cluster.server().is_dead.is_set()
-    cluster.replicas[0].pause()
+    cluster.replicas[0].abort_and_pause()
     thread.join()
     cluster.replicas[0].unpause()
 
@@ -141,7 +141,7 @@ def test_an_update_and_a_version_leave_requests_that_run_alone(cluster: Cluster)
 def test_memory_is_released_when_nothing_runs(cluster: Cluster):
     cluster.sync(1)
     thread = hold(cluster)
-    cluster.rollout.rest()
+    cluster.rollout.release_cache_until_sync()
     thread.join()
     assert cluster.server().offloaded == {"kv_cache"} and not cluster.server().is_dead.is_set()
 
@@ -149,14 +149,14 @@ def test_memory_is_released_when_nothing_runs(cluster: Cluster):
 def test_a_tag_that_is_not_released_is_not_resumed(tmp_path):
     server = ContractServer(Weights(KINDS, DRAFT), name_version)
     replica = Client(server.url, Keys(), 30)
-    sync = ReplicaSync(replica, tags=())
+    sync = SyncedReplica(replica, tags=())
     written = FilesTransport(tmp_path, NameTable({}, DRAFT, {}), has_draft=True).write(
         1, build_tensors(1).items()
     )
-    expect = partial(Checksums().compute, written.directory)
+    expect = partial(Checksums().compute_expected_checksums, written.directory)
     for _ in range(2):
         sync.sync(1, lambda replica: replica.load(written.directory), expect)
-        sync.rest()
+        sync.pause_and_release_memory()
     sync.sync(1, lambda replica: replica.load(written.directory), expect)
     assert not server.is_dead.is_set() and sync.version == 1
     assert set(sync.seconds) == set(Step) - {Step.START, Step.COVER} and min(sync.seconds.values()) >= 0
@@ -169,7 +169,7 @@ def test_a_tag_that_is_not_released_is_not_resumed(tmp_path):
 def test_a_tag_is_released_and_resumed_once(cluster: Cluster):
     cluster.sync(1)
     for _ in range(2):
-        cluster.rollout.rest()
+        cluster.rollout.release_cache_until_sync()
     cluster.sync(2)
     cluster.sync(3)
     counts = [cluster.paths().count(f"/{verb}_memory_occupation") for verb in ("release", "resume")]
@@ -217,18 +217,18 @@ def test_tensors_of_the_server_that_no_sync_replaces_end_the_first_sync(tmp_path
 def test_a_server_without_a_sync_answers_nothing(cluster: Cluster):
     with pytest.raises(JobFailed):
         cluster.ask()
-    cluster.rollout.rest()
+    cluster.rollout.release_cache_until_sync()
     assert cluster.calls == [[]] and cluster.launchers[0].starts == 0
 
 
 def test_another_admin_key_opens_no_weights(tmp_path):
     server = ContractServer(Weights(KINDS, DRAFT), name_version, keys=Keys("api", "admin"))
     for keys in (Keys("api", "api"), Keys("", "")):
-        with pytest.raises(ServerFault) as error:
-            Client(server.url, keys, 30).pause()
+        with pytest.raises(ServerCallFailed) as error:
+            Client(server.url, keys, 30).abort_and_pause()
         assert "401" in str(error.value)
     assert Client(server.url, Keys("api", "admin"), 30).is_healthy(30)
-    Client(server.url, Keys("api", "admin"), 30).pause()
+    Client(server.url, Keys("api", "admin"), 30).abort_and_pause()
     assert server.is_paused
     server.die("end")
 
@@ -283,9 +283,9 @@ def test_a_checksum_that_takes_long_is_asked_for_once(tmp_path):
     import time
 
     class SlowChecksums(Checksums):
-        def compute(self, directory, checksums):
+        def compute_expected_checksums(self, directory, checksums):
             time.sleep(0.6)
-            return super().compute(directory, checksums)
+            return super().compute_expected_checksums(directory, checksums)
 
     with run_cluster(tmp_path, checksums=SlowChecksums()) as cluster:
         counts = []

@@ -56,7 +56,7 @@ def planned(nodes: int, per_node: int, backend: str, hardware: str, *overrides: 
         nodes=nodes,
         per_node=per_node,
     )
-    made.refuse()
+    made.raise_gravest_problem()
     return from_plan(made, Path("runs/demo"))
 
 

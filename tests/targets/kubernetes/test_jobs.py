@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError
+from bundle.errors import ExitCode, TargetUnavailable, UsageError
 from bundle.launch.job import from_plan
 from bundle.planning import build_plan
 from bundle.recipe import load
@@ -116,7 +116,7 @@ def test_a_runtime_is_made_before_the_trainjob_that_names_it_is_tried(recorder, 
 
 def test_what_the_cluster_refuses_is_said_all_at_once_and_nothing_is_made(recorder, small, messages):
     recorder.refusals = {"/jobs": (422, "spec.x: Invalid value"), "/services": (403, "services is forbidden")}
-    with pytest.raises(LaunchUnavailable) as refused:
+    with pytest.raises(TargetUnavailable) as refused:
         jobs.submit(small, replace(LEAST, form="job"))
     assert "Job: spec.x" in str(refused.value) and "Service: services" in str(refused.value)
     assert recorder.made() == []
@@ -125,14 +125,14 @@ def test_what_the_cluster_refuses_is_said_all_at_once_and_nothing_is_made(record
 
 def test_a_form_that_is_not_installed_is_named(recorder, small, messages):
     recorder.refusals = {"/jobsets": (404, "the server could not find the requested resource")}
-    with pytest.raises(LaunchUnavailable, match="JobSet") as refused:
+    with pytest.raises(TargetUnavailable, match="JobSet") as refused:
         jobs.submit(small, LEAST)
     messages(refused.value)
 
 
 def test_a_job_that_runs_is_not_begun_again_and_one_that_has_ended_is(recorder, small, messages):
     jobs.submit(small, LEAST)
-    with pytest.raises(LaunchUnavailable, match=NAME) as refused:
+    with pytest.raises(TargetUnavailable, match=NAME) as refused:
         jobs.submit(small, LEAST)
     messages(refused.value)
     first = recorder.objects[f"{JOBSETS}/demo"]["metadata"]["uid"]
@@ -255,11 +255,11 @@ def test_a_stream_that_is_lost_before_it_begins_is_asked_for_anew(recorder, smal
     recorder.lost = {("GET", "/log"): (2, False)}
     asked = []
 
-    def stream(*words, stream=client.stream_log):
+    def stream(*words, stream=client.stream_timestamped_log):
         asked.append(words)
         return stream(*words)
 
-    monkeypatch.setattr(client, "stream_log", stream)
+    monkeypatch.setattr(client, "stream_timestamped_log", stream)
     assert list(jobs.follow(NAME, seconds=0.05)) == ["one\n"]
     assert len(asked) == len([each for each in recorder.requests if each.path.endswith("/log")]) > 2
 
@@ -301,7 +301,7 @@ def test_streams_that_never_end_are_waited_for_together(recorder, small, monkeyp
         goes_on.wait(60)
         yield from ()
 
-    monkeypatch.setattr(client, "stream_log", stream)
+    monkeypatch.setattr(client, "stream_timestamped_log", stream)
     before = time.monotonic()
     assert list(jobs.follow(NAME, seconds=0.05)) == []
     assert time.monotonic() - before < 2.5
@@ -325,8 +325,8 @@ def test_a_workload_of_somebody_else_is_neither_replaced_nor_stopped(recorder, s
     theirs = {"metadata": FOREIGN["metadata"] | labels}
     recorder.objects = {f"{JOBSETS}/demo": copy.deepcopy(theirs)}
     recorder.statuses = [DONE]
-    for touch in (lambda: jobs.submit(small, LEAST), lambda: jobs.stop(NAME)):
-        with pytest.raises(LaunchUnavailable, match=f"kubernetes:{NAME}") as refused:
+    for touch in (lambda: jobs.submit(small, LEAST), lambda: jobs.request_stop(NAME)):
+        with pytest.raises(TargetUnavailable, match=f"kubernetes:{NAME}") as refused:
             touch()
         messages(refused.value)
     assert {each.method for each in recorder.requests} == {"GET"}
@@ -339,7 +339,7 @@ def test_a_service_of_somebody_else_is_left_alone_and_refused(recorder, small, l
     theirs = {"metadata": FOREIGN["metadata"] | labels | {"ownerReferences": [OWNER]}}
     theirs |= {"apiVersion": "v1", "kind": "Service"}
     recorder.objects = {path: copy.deepcopy(theirs)}
-    with pytest.raises(LaunchUnavailable, match="Service demo") as refused:
+    with pytest.raises(TargetUnavailable, match="Service demo") as refused:
         jobs.submit(small, replace(LEAST, form="job"))
     messages(refused.value)
     assert recorder.objects == {path: theirs} and recorder.made() == []
@@ -358,11 +358,11 @@ def test_pods_find_what_they_need_and_nothing_is_left_of_a_workload_that_is_refu
     for form, end in (("jobset", "/jobsets"), ("trainjob", "/trainjobs")):
         recorder.objects.clear()
         recorder.late = {end: (403, "exceeded quota")}
-        with pytest.raises(LaunchUnavailable, match="exceeded quota"):
+        with pytest.raises(TargetUnavailable, match="exceeded quota"):
             jobs.submit(small, replace(LEAST, form=form))
         assert recorder.objects == {}
     recorder.late, recorder.refusals = {}, {"/trainjobs": (422, "spec.x: Invalid value")}
-    with pytest.raises(LaunchUnavailable, match="Invalid value"):
+    with pytest.raises(TargetUnavailable, match="Invalid value"):
         jobs.submit(small, replace(LEAST, form="trainjob"))
     assert recorder.objects == {}  # the runtime, too, which was made to try the TrainJob
 
@@ -371,20 +371,20 @@ def test_what_was_there_before_stays_when_the_workload_is_refused(recorder, smal
     jobs.submit(small, replace(LEAST, form="volcano"))
     before = copy.deepcopy(recorder.objects)
     recorder.late = {"/jobsets": (403, "exceeded quota")}
-    with pytest.raises(LaunchUnavailable, match="exceeded quota"):
+    with pytest.raises(TargetUnavailable, match="exceeded quota"):
         jobs.submit(small, LEAST)
     assert recorder.objects == before
 
 
 def test_what_has_changed_since_it_was_made_or_found_is_left(recorder, small, monkeypatch, caplog, messages):
-    def make(each, make=client.make):
+    def make(each, make=client.create_if_absent):
         for there in recorder.objects.values():
             there["metadata"]["resourceVersion"] = "of somebody else"
         return make(each)
 
     recorder.late = {"/jobsets": (403, "exceeded quota")}
-    with monkeypatch.context() as patched, pytest.raises(LaunchUnavailable, match="exceeded quota"):
-        patched.setattr(client, "make", make)
+    with monkeypatch.context() as patched, pytest.raises(TargetUnavailable, match="exceeded quota"):
+        patched.setattr(client, "create_if_absent", make)
         jobs.submit(small, LEAST)
     (left,) = recorder.objects.values()
     (warning,) = caplog.records
@@ -399,8 +399,8 @@ def test_what_has_changed_since_it_was_made_or_found_is_left(recorder, small, mo
         return there
 
     monkeypatch.setattr(client, "find_object", found)
-    with pytest.raises(LaunchUnavailable, match="precondition failed"):
-        jobs.stop(NAME)
+    with pytest.raises(TargetUnavailable, match="precondition failed"):
+        jobs.request_stop(NAME)
     assert f"{JOBSETS}/demo" in recorder.objects
 
 
@@ -414,7 +414,7 @@ def test_a_workload_whose_answer_was_lost_is_the_job(recorder, small):
 
 def test_a_workload_that_was_never_made_leaves_nothing(recorder, small):
     recorder.lost = {("POST", "/jobsets"): (1, False)}
-    with pytest.raises(LaunchUnavailable, match="API server"):
+    with pytest.raises(TargetUnavailable, match="API server"):
         jobs.submit(small, LEAST)
     assert recorder.objects == {}
 
@@ -422,13 +422,13 @@ def test_a_workload_that_was_never_made_leaves_nothing(recorder, small):
 def test_where_nobody_knows_whether_it_was_made_its_handle_is_said_and_its_file_stays(
     recorder, small, monkeypatch, messages
 ):
-    def make(each, make=client.make):
+    def make(each, make=client.create_if_absent):
         if each["kind"] == "JobSet":
             recorder.lost = {("POST", "/jobsets"): (1, True), ("GET", "/jobsets/demo"): (9, False)}
         return make(each)
 
-    monkeypatch.setattr(client, "make", make)
-    with pytest.raises(LaunchUnavailable, match=f"status kubernetes:{NAME}") as unknown:
+    monkeypatch.setattr(client, "create_if_absent", make)
+    with pytest.raises(TargetUnavailable, match=f"status kubernetes:{NAME}") as unknown:
         jobs.submit(small, LEAST)
     assert len(recorder.objects) == 2
     messages(str(unknown.value).partition("; ")[2])  # before it stand the words of the client
@@ -445,14 +445,14 @@ def test_a_file_that_the_collector_takes_at_that_moment_is_made_again(recorder, 
     jobs.submit(small, LEAST)
     recorder.statuses = [BROKEN]
 
-    def collect(each, make=client.make):
+    def collect(each, make=client.create_if_absent):
         made = make(each)
         if each["kind"] == "JobSet":
             (path,) = (path for path in recorder.objects if "configmaps" in path)
             del recorder.objects[path]
         return made
 
-    monkeypatch.setattr(client, "make", collect)
+    monkeypatch.setattr(client, "create_if_absent", collect)
     jobs.submit(small, LEAST)
     (file,) = (each for path, each in recorder.objects.items() if "configmaps" in path)
     uid = recorder.objects[f"{JOBSETS}/demo"]["metadata"]["uid"]
@@ -463,12 +463,12 @@ def test_a_job_that_is_stopped_goes_and_who_waits_for_it_is_told(recorder, small
     jobs.submit(small, LEAST)
     waiting = jobs._poll_states(NAME, seconds=0.05)
     assert next(waiting).code is None
-    jobs.stop(NAME)
+    jobs.request_stop(NAME)
     name, reason, code, _ = next(waiting)
     assert (name, code) == ("STOPPED", ExitCode.TERMINATED)
     messages(reason)
-    for verb in (jobs.query_state, jobs.wait, jobs.stop):
-        with pytest.raises(LaunchUnavailable, match="demo") as gone:
+    for verb in (jobs.query_state, jobs.wait, jobs.request_stop):
+        with pytest.raises(TargetUnavailable, match="demo") as gone:
             verb(NAME)
         messages(gone.value)
 
@@ -476,13 +476,13 @@ def test_a_job_that_is_stopped_goes_and_who_waits_for_it_is_told(recorder, small
 def test_where_no_server_answers_that_is_said(recorder, tmp_path, small):
     file = tmp_path / "config"
     file.write_text(file.read_text().replace("http://127.0.0.1:", "http://127.0.0.1:1/x"))
-    with pytest.raises(LaunchUnavailable, match="API server"):
+    with pytest.raises(TargetUnavailable, match="API server"):
         jobs.submit(small, LEAST)
 
 
 def test_where_no_cluster_is_configured_that_is_said(recorder, monkeypatch, tmp_path, small):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(LaunchUnavailable, match="no cluster"):
+    with pytest.raises(TargetUnavailable, match="no cluster"):
         jobs.submit(small, LEAST)
 
 
@@ -525,4 +525,4 @@ def test_a_real_cluster_trains_the_demo(form):
         assert jobs.wait(name) == 0, shown
         assert "step" in shown
     finally:
-        jobs.stop(name)
+        jobs.request_stop(name)

@@ -88,7 +88,7 @@ def test_the_job_file_comes_through_yaml_as_it_is(jobs):
         for options in options_of(job):
             objects = read(kubernetes.render_documents(job, options))
             assert objects[0]["data"]["job.json"] == job.to_text()
-            assert job_file.parse(objects[0]["data"]["job.json"]).digest == job.digest
+            assert job_file.parse(objects[0]["data"]["job.json"]).agreement_digest == job.agreement_digest
 
 
 def test_all_that_no_cluster_takes_is_refused_at_once(small):
@@ -214,7 +214,7 @@ def test_nodes_of_a_super_pod_get_the_block_that_mindcluster_wants(npus, form, m
 
 
 def test_a_job_file_too_large_for_a_configmap_is_refused(small):
-    large = replace(small, plan=small.plan | {"note": "x" * kubernetes._LARGEST_FILE})
+    large = replace(small, plan=small.plan | {"note": "x" * kubernetes._MAX_JOB_FILE_BYTES})
     with pytest.raises(UsageError, match="ConfigMap"):
         kubernetes.build_objects(large, LEAST)
 

@@ -39,7 +39,7 @@ def namespaces() -> None:
 
 def decided() -> Job:
     made = build_plan(load("demo", RECIPE), nodes=2, per_node=1)
-    made.refuse()
+    made.raise_gravest_problem()
     return from_plan(made, Path("runs/demo"))
 
 

@@ -33,7 +33,7 @@ def record(tmp_path) -> str:
     packages = {"megatron-core": "0.16.1", "torch": "2.11.0"}
     file = tmp_path / "image.json"
     file.write_text(json.dumps(RECORD | {"sources": {}, "packages": packages}))
-    assert image.read_record(file).megatron == "0.16.1"
+    assert image.read_record(file).megatron_version == "0.16.1"
     return str(file)
 
 
@@ -105,7 +105,7 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
     assert {"claimName": DEFAULT_CLAIM} in claims
     of_cpu = next(each for each in images.load_images() if each.backend == "cpu")
     if form != "trainjob":  # which has it in its runtime
-        assert pod["spec"]["containers"][0]["image"] == f"{images.DEFAULT_REGISTRY}/{of_cpu.tag}"
+        assert pod["spec"]["containers"][0]["image"] == f"{images.LOCAL_BUILD_IMAGE_PREFIX}/{of_cpu.tag}"
     job = parse(objects[0]["data"]["job.json"])
     assert (job.nodes, job.patches, job.image) == (1024, None, UNDECIDED)
     unsaid, machine = done.stderr.splitlines()

@@ -50,7 +50,9 @@ def test_one_version_changes_lock_input_and_page_by_itself(root):
 
 def test_launch_knows_the_images_by_the_tags_that_bake_gives_them(root):
     tags = [tag for target in json.loads(PRINTED)["target"].values() for tag in target.get("tags", ())]
-    assert sorted(f"{images.DEFAULT_REGISTRY}/{image.tag}" for image in images.load_images()) == sorted(tags)
+    assert sorted(
+        f"{images.LOCAL_BUILD_IMAGE_PREFIX}/{image.tag}" for image in images.load_images()
+    ) == sorted(tags)
     change(root, "STACKS", "cpu", "pins", "megatron-core", "version", value="0.17.0")
     assert any("targets/images.json" in line for line in found(root))
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bundle.backends import ascend
-from bundle.capabilities.ascend import MINDSPEED_FACADE, RESTORED_FUNCTIONS
+from bundle.capabilities.ascend import FACADE_TARGETS_WITH_MINDSPEED, RESTORED_FUNCTIONS
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import patcher
 from bundle.recipe import Recipe
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _used_arguments: list[str] | None = None  # what MindSpeed was imported with in this process
 
 
-def prepare(recipe: Recipe) -> "Runtime":
+def set_up_runtime(recipe: Recipe) -> "Runtime":
     """Return the runtime of NPUs through MindSpeed's layers, before megatron is imported.
 
     Raises EnvironmentUnfit where MindSpeed cannot be imported or megatron was imported before it. Raises
@@ -33,7 +33,7 @@ def prepare(recipe: Recipe) -> "Runtime":
     global _used_arguments
     arguments = build_arguments(recipe)
     if _used_arguments is None:
-        ascend.load_torch_npu()
+        ascend.redirect_cuda_to_npu()
         _patch_megatron(arguments)
         _used_arguments = arguments
     elif _used_arguments != arguments:
@@ -78,7 +78,7 @@ def _patch_megatron(arguments: list[str]) -> None:
     for target in RESTORED_FUNCTIONS:
         if (patch := MindSpeedPatchesManager.patches_info.get(target)) is not None:
             patch.remove_patch()
-    facade.install(MINDSPEED_FACADE)
+    facade.install(FACADE_TARGETS_WITH_MINDSPEED)
     refuse_overwritten_patches()
 
 

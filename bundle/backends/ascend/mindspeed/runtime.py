@@ -18,13 +18,13 @@ from bundle.backends.ascend import facade
 from bundle.backends.ascend.attention import AscendCoreAttention
 from bundle.backends.ascend.layers import AscendNorm
 from bundle.backends.ascend.runtime import AscendRuntime
-from bundle.capabilities.ascend import MINDSPEED
+from bundle.capabilities.ascend import MINDSPEED_CAPABILITIES
 from bundle.environment.ascend import parse_generation
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
 
 
-class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type: ignore[misc]
+class SettableEpsilonNormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type: ignore[misc]
     """MindSpeed's norm with the projection behind it, and an epsilon that is its own."""
 
     config: Any
@@ -40,7 +40,7 @@ class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type:
         self.config.layernorm_epsilon = value
 
 
-def _unmark_duplicated_weights(original: Callable[..., None]) -> Callable[..., None]:
+def _clear_duplicated_tensor_parallel_flag(original: Callable[..., None]) -> Callable[..., None]:
     """Return TELinear's `__init__` that marks no whole weight as one rank's share.
 
     MindSpeed marks all of them, as Transformer Engine did: the norm of gradients then counts the down
@@ -56,7 +56,7 @@ def _unmark_duplicated_weights(original: Callable[..., None]) -> Callable[..., N
     return __init__
 
 
-def _keep_step_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _store_adam_steps_as_int(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return AdamW's `step` whose groups hold their count as a number between steps, as checkpoints do.
 
     MindSpeed counts in a tensor of the device for each group. Megatron takes equal counts for several ones,
@@ -77,10 +77,14 @@ def _keep_step_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-Adam.step = _keep_step_numbers(Adam.step)
-transformer_engine.TELinear.__init__ = _unmark_duplicated_weights(transformer_engine.TELinear.__init__)
+Adam.step = _store_adam_steps_as_int(Adam.step)
+transformer_engine.TELinear.__init__ = _clear_duplicated_tensor_parallel_flag(
+    transformer_engine.TELinear.__init__
+)
 # To 0.13 the down projections of latent attention are cut, and gathered in a way that drops gradients.
-_DUPLICATED_LAYERS = {} if hasattr(multi_latent_attention, "TELinear") else local.DUPLICATED_LAYERS
+_MLA_DOWN_CLASSES_BY_SUBMODULE = (
+    {} if hasattr(multi_latent_attention, "TELinear") else local.CLASS_BY_MLA_SUBMODULE
+)
 # Left as they are: experts on MindSpeed's linear layers; and what specs name, and megatron builds only where
 # use_te_activation_func says so (from 0.15).
 _LAYERS_LEFT_TO_MINDSPEED = (
@@ -92,7 +96,7 @@ _LAYERS_LEFT_TO_MINDSPEED = (
 class MindSpeedRuntime(AscendRuntime):
     """An NPU through MindSpeed: linear layers, experts and AdamW are its own, attention and norms ours."""
 
-    capabilities = MINDSPEED
+    capabilities = MINDSPEED_CAPABILITIES
 
     def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
         """Return the TransformerConfig fields for this recipe.
@@ -100,15 +104,17 @@ class MindSpeedRuntime(AscendRuntime):
         Raises UsageError for attention and operators that MindSpeed lacks, and for FP8 that this NPU lacks.
         """
         self.refuse_unsupported(recipe, parse_generation(torch.npu.get_device_name()))
-        fields: dict[str, Any] = {"bias_activation_fusion": MINDSPEED.uses_operator(recipe, "swiglu")}
+        fields: dict[str, Any] = {
+            "bias_activation_fusion": MINDSPEED_CAPABILITIES.uses_operator(recipe, "swiglu")
+        }
         if recipe.architecture.moe is not None:
-            permute = MINDSPEED.uses_operator(recipe, "permute")
+            permute = MINDSPEED_CAPABILITIES.uses_operator(recipe, "permute")
             fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": permute}
         if (fp8 := recipe.model.fp8) is not None:
             fields |= {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
         return fields
 
-    def fuses_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
         """Return False: megatron takes MindSpeed's Adam, under apex's name, and not torch's."""
         return False
 
@@ -117,18 +123,18 @@ class MindSpeedRuntime(AscendRuntime):
 
         Norms are ours, since MindSpeed's are made in float32 whatever the model's type is.
         """
-        unfused = MINDSPEED.choose_attention(recipe, None).value == "unfused"
-        facade.set_rotary_operator_enabled(MINDSPEED.uses_operator(recipe, "rotary"))
-        layer_specs = gpt.build_specs(config, chunk, transformer_engine=True)
+        unfused = MINDSPEED_CAPABILITIES.choose_attention(recipe, None).value == "unfused"
+        facade.set_rotary_operator_enabled(MINDSPEED_CAPABILITIES.uses_operator(recipe, "rotary"))
+        layer_specs = gpt.build_attention_only_specs(config, chunk, transformer_engine=True)
         classes = {
             transformer_engine.TEDotProductAttention: DotProductAttention if unfused else AscendCoreAttention,
-            transformer_engine.TELayerNormColumnParallelLinear: NormedLinear,
+            transformer_engine.TELayerNormColumnParallelLinear: SettableEpsilonNormedLinear,
             transformer_engine.TENorm: AscendNorm,
             **{layer: layer for layer in _LAYERS_LEFT_TO_MINDSPEED},
         }
         return gpt.Specs(
             *(
-                local.replace_classes(spec, classes, _DUPLICATED_LAYERS)
+                local.replace_classes(spec, classes, _MLA_DOWN_CLASSES_BY_SUBMODULE)
                 for spec in (layer_specs.decoder, layer_specs.mtp)
             )
         )

@@ -5,10 +5,10 @@ import math
 import torch
 import torch.distributed as dist
 
-from bundle.backends.cpu.scaling import E4M3, DelayedQuantiser, DelayedWeightQuantiser, Phase
+from bundle.backends.cpu.scaling import E4M3, DelayedQuantiser, FirstMicroBatchWeightQuantiser, ForwardPurpose
 from bundle.mcore import context
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import DENSE_CONFIG, Bench, find_worst
+from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, find_worst
 from tests.engine.experiments import EVEN, engine, micro_batches
 from tests.engine.reference import texts
 
@@ -22,11 +22,11 @@ def calls(bench: Bench) -> float:
     gaps = []
     for quantiser in (
         DelayedQuantiser(E4M3, dist.group.WORLD),
-        DelayedWeightQuantiser(E4M3, dist.group.WORLD),
+        FirstMicroBatchWeightQuantiser(E4M3, dist.group.WORLD),
     ):
         for value, wanted in zip(LARGEST[dist.get_rank()], WANTED, strict=True):
             with context.schedule_run.set(object()):
-                quantiser(x + value, Phase.TRAINED)
+                quantiser(x + value, ForwardPurpose.TRAINED)
             gaps.append((quantiser.scale / wanted - 1).abs())
     return find_worst(gaps)
 
@@ -49,7 +49,7 @@ def _job() -> Recipe:
     return from_mapping(
         {
             "name": "shared",
-            "model": {"config": DENSE_CONFIG, "dtype": "bf16", "fp8": {"scaling": "delayed"}},
+            "model": {"config": DENSE_HF_CONFIG, "dtype": "bf16", "fp8": {"scaling": "delayed"}},
             "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 24},
             "train": {"steps": 2, "global_batch_size": 4},
         },

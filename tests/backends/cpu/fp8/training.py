@@ -44,21 +44,21 @@ class Casts(TorchDispatchMode):
 @contextmanager
 def weight_scales() -> Iterator[dict[int, list[float]]]:
     """The scale that each delayed weight was rounded by in each micro-batch, by layer."""
-    from bundle.backends.cpu.scaling import DelayedWeightQuantiser
+    from bundle.backends.cpu.scaling import FirstMicroBatchWeightQuantiser
 
     seen: dict[int, list[float]] = defaultdict(list)
-    original = DelayedWeightQuantiser._take_scale
+    original = FirstMicroBatchWeightQuantiser._advance_or_replay_scale
 
     def told(self: Any, x: torch.Tensor, phase: Any) -> torch.Tensor:
         scale = original(self, x, phase)
         seen[id(self)].append(float(scale))
         return scale
 
-    DelayedWeightQuantiser._take_scale = told  # type: ignore[method-assign]
+    FirstMicroBatchWeightQuantiser._advance_or_replay_scale = told  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        DelayedWeightQuantiser._take_scale = original  # type: ignore[method-assign]
+        FirstMicroBatchWeightQuantiser._advance_or_replay_scale = original  # type: ignore[method-assign]
 
 
 def recipe(case: str) -> Recipe:
