@@ -71,7 +71,7 @@ def _in_chunks(function: Callable[[Bench], float]) -> Callable[[Bench], float]:
 
     @functools.wraps(function)
     def run(bench: Bench) -> float:
-        with mock.patch.multiple(loss_chunks, _CHUNK_LOGITS=7 * 128, _LEAST_LOGITS=0):
+        with mock.patch.multiple(loss_chunks, _CHUNK_LOGITS=7 * 128, _CHUNKING_THRESHOLD_LOGITS=0):
             return function(bench)
 
     return run

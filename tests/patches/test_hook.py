@@ -306,7 +306,7 @@ def test_a_rank_of_a_verification_decides_itself(light: Environment):
         "import sys; from bundle.verification import rank\n"
         "names = lambda: [type(finder).__module__ for finder in sys.meta_path]\n"
         "assert 'mcore_bundle_patches' in names()\n"
-        "rank.backends.prepare = lambda backend: print(names()) or sys.exit()\n"
+        "rank.backends.set_up_runtime = lambda backend: print(names()) or sys.exit()\n"
         "rank.main(0, 1, None, 'cpu')\n"
     )
     assert "mcore_bundle_patches" not in light.ran("-c", program).stdout

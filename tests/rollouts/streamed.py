@@ -132,7 +132,8 @@ def check_receivers(stream, files: dict[str, torch.Tensor], receivers) -> None:
         names_by_rank: list[Any] = [None] * size
         dist.all_gather_object(names_by_rank, [key for key, _ in received])
         if receiver == "owner":
-            assert [bool(names) for names in names_by_rank] == [one in stream.owners for one in range(size)]
+            owners = stream.distinct_owner_ranks
+            assert [bool(names) for names in names_by_rank] == [one in owners for one in range(size)]
             assert sorted(name for names in names_by_rank for name in names) == sorted(files)
         else:
             assert sorted(names_by_rank[rank]) == (sorted(files) if receiver in ("all", rank) else [])
