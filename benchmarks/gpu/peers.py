@@ -4,18 +4,22 @@ python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger]
 
 Each case draws a model with transformers, saves it, and trains it 20 steps with `mcore-bundle train` and then
 with `benchmarks.gpu.peer`: the same weights, number of tokens, sequence length and dtype of optimizer states.
-Speeds are medians of the steps from the sixth on. Ends with 1 where a run fails, or where the ratio to the
-uncompiled peer is below that of `RATIOS`. `--tiny`: four small layers, for a machine without a GPU.
+The peer has the largest micro-batch that fits, and recomputes layers only where one sequence does not fit.
+A step lasts from the end of the last one to its end; speeds are medians of the steps from the sixth on. Ends
+with 1 where a run fails, or where the ratio to the uncompiled peer is below that of `RATIOS`. A case needs
+20 GiB of disk. `--tiny`: four small layers, for a machine without a GPU.
 """
 
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,9 +27,11 @@ from typing import Any
 from PIL import Image
 from tokenizers import Tokenizer
 
+from benchmarks.gpu.peer import OUT_OF_MEMORY
 from benchmarks.gpu.vision import load_digits_program
 
 STEPS, WARM_UP = 20, 5
+_RANK_END_SECONDS = 10  # a killed launcher's ranks end within 5 s
 LETTERS = "etaoin shrdlu"
 RATIOS = {"full": 1.5, "lora": 1.7, "experts": 2.0, "dpo": 1.5, "vision": 1.2}
 _QWEN3 = {
@@ -106,9 +112,14 @@ CASES: Mapping[str, tuple[dict[str, Any], int, int]] = {
     "vision": (_VISION, 1024, 16),
 }
 PIXELS = 448  # of a side of an image
+TEMPLATE_TOKENS = 24  # of a question and an answer about an image
 _TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
 _TINY |= {"num_experts": 8, "num_experts_per_tok": 2}
+
+
+class RunFailed(Exception):
+    """A program that ended with an error; its last lines."""
 
 
 def main() -> int:
@@ -127,7 +138,11 @@ def main() -> int:
     failed = False
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            failed |= not compare(name, options.variants, Path(folder), is_tiny=options.tiny)
+            try:
+                failed |= not compare(name, options.variants, Path(folder), is_tiny=options.tiny)
+            except RunFailed as error:
+                print(f"FAILED {name}: {error}", flush=True)
+                failed = True
     return int(failed)
 
 
@@ -143,20 +158,44 @@ def compare(name: str, variants: list[str], folder: Path, *, is_tiny: bool) -> b
     tokens = length * sequences * (2 if name == "dpo" else 1)
     if name == "vision":
         case["image"] = describe_image(config)
+        case["prompt_length"] = length - count_answer_tokens(case)
     (folder / "config.json").write_text(json.dumps(config))
-    run_program("-c", _DRAW_MODEL, str(folder / "config.json"), case["model"])
+    draw_model(folder / "config.json", folder / "model")
     case["ids"] = write_tokenizer(folder / "model", is_vision=name == "vision")
     (folder / "case.json").write_text(json.dumps(case))
     ours = run_bundle(case, folder, backend="cpu" if is_tiny else "cuda")
     print_row(name, "mcore-bundle", ours, tokens, 1.0)
     is_right = True
     for variant in variants:
-        printed = run_program("-m", "benchmarks.gpu.peer", str(folder / "case.json"), variant)
-        peer = json.loads(printed.splitlines()[-1])
+        if name == "vision" and variant == "liger":
+            continue  # AutoLigerKernelForCausalLM has no such models
+        try:
+            peer = run_peer(case, folder, variant)
+        except RunFailed as error:
+            print(f"FAILED {name} {variant}: {error}", flush=True)
+            is_right = False
+            continue
         ratio = get_step_seconds(peer) / get_step_seconds(ours)
         print_row(name, variant, peer, tokens, ratio)
         is_right &= is_tiny or variant != "sdpa" or ratio >= RATIOS[name]
     return is_right
+
+
+def run_peer(case: dict[str, Any], folder: Path, variant: str) -> dict[str, Any]:
+    """Return what the peer prints, for the largest micro-batch that fits."""
+    sizes = [case["sequences"] >> shift for shift in range(case["sequences"].bit_length())]
+    for recompute in (False, True):
+        for size in sizes:
+            words = (str(folder / "case.json"), variant, str(size), str(int(recompute)), str(time.time()))
+            command = [sys.executable, "-m", "benchmarks.gpu.peer", *words]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            if not ended.returncode:
+                setting = {"micro_batch_size": size, "recompute": recompute}
+                result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+                return result | setting
+            if ended.returncode != OUT_OF_MEMORY:
+                raise RunFailed(ended.stderr[-3000:])
+    raise RunFailed("one sequence does not fit into the memory")
 
 
 # Draws a model of that config and saves it in bf16.
@@ -204,40 +243,49 @@ def describe_image(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_bundle(case: dict[str, Any], folder: Path, backend: str) -> dict[str, Any]:
-    """Train by `mcore-bundle train`; return what the peer prints of itself."""
-    recipe = build_recipe(case, folder, backend)
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    """Train by `mcore-bundle train`; return what the peer prints of itself.
+
+    The launcher is killed after the last step, before a checkpoint with optimizer states is written.
+    """
+    (folder / "recipe.yaml").write_text(json.dumps(build_recipe(case, folder, backend)))
     directory = folder / "run"
     command = [sys.executable, "-m", "bundle", "train", str(folder / "recipe.yaml")]
-    started, first = time.monotonic(), 0.0
+    started = time.time()
+    lines: list[dict[str, Any]] = []
     with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(
-            [*command, "--run-directory", str(directory)], stdout=log, stderr=subprocess.STDOUT
-        )
-        while process.poll() is None:
+        command += ["--run-directory", str(directory)]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None and len(lines) < STEPS:
             time.sleep(0.05)
-            metrics = directory / "metrics.jsonl"
-            first = first or (time.monotonic() - started) * (metrics.exists() and metrics.stat().st_size > 0)
-    if process.returncode:
-        raise SystemExit(
-            f"mcore-bundle train: exit code {process.returncode}\n{(folder / 'log').read_text()[-3000:]}"
-        )
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "train/loss" in line]
+            lines = read_steps(directory)
+        process.kill()
+        process.wait()
+        time.sleep(_RANK_END_SECONDS)
+    if len(lines) < STEPS:
+        raise RunFailed((folder / "log").read_text()[-3000:])
     job = json.loads((directory / "job.json").read_text())
+    shutil.rmtree(directory)
+    times = [line["time"] for line in lines[:STEPS]]
     return {
-        "losses": [line["train/loss"] for line in steps],
-        "seconds": [line["train/step_seconds"] for line in steps],
-        "first_step_seconds": first,
-        "peak_bytes": max(line.get("memory/peak_bytes", 0) for line in steps),
+        "losses": [line["train/loss"] for line in lines[:STEPS]],
+        "seconds": [after - before for before, after in pairwise(times)],
+        "first_step_seconds": times[0] - started,
+        "peak_bytes": max(line.get("memory/peak_bytes", 0) for line in lines),
         "micro_batch_size": job["recipe"]["train"]["micro_batch_size"],
         "recompute": bool(job["recipe"]["model"].get("recompute")),
     }
 
 
+def read_steps(directory: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run's metrics that have a loss."""
+    path = directory / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [line for line in map(json.loads, text.split("\n")[:-1]) if "train/loss" in line]
+
+
 def build_recipe(case: dict[str, Any], folder: Path, backend: str) -> dict[str, Any]:
     """Write the data of a case; return its recipe."""
-    length, count = case["sequence_length"], case["sequences"] * (STEPS + 1)
+    length, count = case["sequence_length"], case["sequences"] * (STEPS + 6)
     draw = random.Random(0)
     model: dict[str, Any] = {"path": case["model"], "dtype": "bf16"}
     data: dict[str, Any] = {"sequence_length": length, "validation": 0}
@@ -257,12 +305,13 @@ def build_recipe(case: dict[str, Any], folder: Path, backend: str) -> dict[str, 
         Image.frombytes("RGB", (PIXELS, PIXELS), noise).save(folder / "image.png")
     return {
         "name": "peers", "task": task, "backend": backend, "model": model, "data": data,
+        "devices": {"per_node": 1},
         "train": {
-            "steps": STEPS, "micro_batch_size": "auto", "global_batch_size": case["sequences"],
+            "steps": STEPS + 5, "micro_batch_size": "auto", "global_batch_size": case["sequences"],
             "eval_interval": 0, "log_interval": 1,
         },
         "optimizer": {"lr": case["lr"], "min_lr": case["lr"], "warmup_steps": 0},
-        "checkpoint": {"interval": 0}, "metrics": {"tensorboard": False},
+        "checkpoint": {"interval": 0, "export": None}, "metrics": {"tensorboard": False},
     }  # fmt: skip
 
 
@@ -276,10 +325,17 @@ def build_row(case: dict[str, Any], draw: random.Random, folder: Path) -> dict[s
     if case["task"] == "dpo":
         texts = [draw_text(length - prompt - 1) for _ in range(2)]  # an end token follows
         return {"prompt": draw_text(prompt), "chosen": texts[0], "rejected": texts[1]}
-    words = length - case["image"]["tokens"] - 64  # the template's tokens
-    question = {"role": "user", "content": f"<image>{draw_text(words // 2)}"}
-    answer = {"role": "assistant", "content": draw_text(words // 2)}
+    answer_length = count_answer_tokens(case)
+    question_length = length - case["image"]["tokens"] - TEMPLATE_TOKENS - answer_length
+    question = {"role": "user", "content": f"<image>{draw_text(question_length)}"}
+    answer = {"role": "assistant", "content": draw_text(answer_length)}
     return {"images": ["image.png"], "messages": [question, answer]}
+
+
+def count_answer_tokens(case: dict[str, Any]) -> int:
+    """Return the tokens of an answer about an image: half of those that are neither image nor template."""
+    tokens: int = case["sequence_length"] - case["image"]["tokens"] - TEMPLATE_TOKENS
+    return tokens // 2
 
 
 def write_tokenizer(directory: Path, *, is_vision: bool) -> list[int]:
@@ -297,17 +353,17 @@ def write_tokenizer(directory: Path, *, is_vision: bool) -> list[int]:
     return ids
 
 
-def run_program(*words: str) -> str:
-    """Return what a Python program prints. Raise SystemExit with its errors where it fails."""
-    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+def draw_model(config: Path, directory: Path) -> None:
+    """Write a model of that config with drawn weights. Raise RunFailed where transformers refuses it."""
+    command = [sys.executable, "-c", _DRAW_MODEL, str(config), str(directory)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise SystemExit(f"{words[:2]}: exit code {ended.returncode}\n{ended.stderr[-3000:]}")
-    return ended.stdout
+        raise RunFailed(ended.stderr[-3000:])
 
 
 def get_step_seconds(run: dict[str, Any]) -> float:
     """Return the median time of the steps after the warm-up [s]."""
-    return float(median(run["seconds"][WARM_UP:]))
+    return float(median(run["seconds"][WARM_UP - 1 :]))
 
 
 def print_row(name: str, program: str, run: dict[str, Any], tokens: int, ratio: float) -> None:
