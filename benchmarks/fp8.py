@@ -23,7 +23,7 @@ from bundle.recipe.recipe import FP8
 if torch.cuda.is_available():
     load_cudnn_and_transformer_engine()  # before megatron is imported, as in a job
 from bundle.backends.cpu.layers import multiply_in_fp8
-from bundle.backends.cpu.scaling import E4M3, E5M2, ForwardPurpose, build_quantisers
+from bundle.backends.cpu.scaling import E4M3, E5M2, ForwardPassPurpose, build_quantisers
 from bundle.mcore import context
 
 TOKENS, INPUTS, OUTPUTS = 528, 1040, 784
@@ -72,7 +72,7 @@ def emulated(fp8: FP8, dtype: torch.dtype) -> Triple:
         with context.schedule_run.set(object()):
             for given in step:
                 x, weight = (value.requires_grad_() for value in given[:2])
-                output = multiply_in_fp8(x, weight, None, quantisers, ForwardPurpose.TRAINED)
+                output = multiply_in_fp8(x, weight, None, quantisers, ForwardPassPurpose.TRAINED)
                 found = (output.detach(), *torch.autograd.grad(output, (x, weight), given[2]))
     return found
 
@@ -112,7 +112,7 @@ def unequal(fp8: FP8, dtype: torch.dtype) -> tuple[int, int]:
     ):
         wide = value.float()
         theirs = _quantizer(fp8, index)(value.cuda()).dequantize(dtype=torch.float32).cpu()
-        ours_of_it = quantiser(wide, ForwardPurpose.TRAINED)(wide, 1)
+        ours_of_it = quantiser(wide, ForwardPassPurpose.TRAINED)(wide, 1)
         found += int((~torch.isclose(ours_of_it, theirs, rtol=NEIGHBOURS / 100, atol=0.0)).sum())
         whole += value.numel()
     return found, whole

@@ -2,7 +2,7 @@
 
 python -m benchmarks.membership [--nodes N...]
 
-All nodes of a job with spare nodes run `launch.node_registry` and `launch.nodes.PeerVerdictWatcher` in one
+All nodes of a job with spare nodes run `launch.node_registry` and `launch.nodes.PeerFailurePoll` in one
 process, on a clock that moves by itself, while their ranks run. Python's audit events count the operations
 in the shared folder. Ends with 1 where all nodes together make more than 50 operations a second.
 """
@@ -16,7 +16,7 @@ from unittest import mock
 
 from bundle.launch import outcomes
 from bundle.launch.node_registry import NodeRegistry, get_running_interval
-from bundle.launch.nodes import PeerVerdictWatcher
+from bundle.launch.nodes import PeerFailurePoll
 from bundle.launch.rendezvous import Rendezvous
 
 MOST_PER_SECOND = 50.0
@@ -91,7 +91,7 @@ def measure_rates(nodes: int) -> Counter[str]:
 
 def start_nodes(
     nodes: int, folder: Path, local: Path, clock: Clock
-) -> tuple[list[NodeRegistry], list[PeerVerdictWatcher]]:
+) -> tuple[list[NodeRegistry], list[PeerFailurePoll]]:
     """Return the registry and the peers of each node after its ranks have met; they start one by one."""
     world = folder / "world-1"
     (world / outcomes.NODES_FOLDER).mkdir(parents=True)
@@ -105,7 +105,7 @@ def start_nodes(
         clock.now += get_running_interval(nodes) / nodes
         registry.poll_if_due()
         registry.update_entry(waits_for=None)
-        peers.append(PeerVerdictWatcher(local, Rendezvous(nodes, rank, "h", 29500, "", "")))
+        peers.append(PeerFailurePoll(local, Rendezvous(nodes, rank, "h", 29500, "", "")))
     return registries, peers
 
 

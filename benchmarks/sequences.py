@@ -64,10 +64,10 @@ class Inputs:
 def by_plan(x: Inputs) -> dict[str, Callable[[Packing], Any]]:
     """The work by a `Packing`."""
     return {
-        "pack ids, positions": lambda p: (p.pack_concatenated(x.ids), p.positions),
+        "pack ids, positions": lambda p: (p.pack_concatenated_tokens(x.ids), p.local_positions),
         "roll labels, mask": lambda p: (
-            p.pack_concatenated(x.ids, roll=1),
-            p.pack_concatenated(x.mask, roll=1),
+            p.pack_concatenated_tokens(x.ids, roll=1),
+            p.pack_concatenated_tokens(x.mask, roll=1),
         ),
         "unpack log-probs": lambda p: p.unpack_gathered_shards(x.log_probs),
         "merge routes": lambda p: p.unpack_gathered_shards(x.routes),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from bundle.environment.hardware import count_node_0_files
+from bundle.environment.hardware import count_node_0_open_files
 
 TIMEOUT = timedelta(minutes=10)
 _CLIENT_PROCESSES = 4
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 128, 1024, 2048])
     parser.add_argument("--ranks-per-node", type=int, default=8)
     arguments = parser.parse_args()
-    most = max(count_node_0_files(nodes, arguments.ranks_per_node) for nodes in arguments.nodes)
+    most = max(count_node_0_open_files(nodes, arguments.ranks_per_node) for nodes in arguments.nodes)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard not in (resource.RLIM_INFINITY, max(hard, most)):
         parser.error(f"the store needs {most} open files, but may have {hard} (`ulimit -Hn`). Lower --nodes")
@@ -45,7 +45,7 @@ def main() -> int:
     failed = False
     for nodes in arguments.nodes:
         connections = nodes * (arguments.ranks_per_node + 1)
-        planned = count_node_0_files(nodes, arguments.ranks_per_node)
+        planned = count_node_0_open_files(nodes, arguments.ranks_per_node)
         files, megabytes, connecting, exchanging = measure_store(connections)
         cells = (f"{nodes:,}", f"{connections:,}", f"{files:,}", f"{planned:,}")
         print(f"| {' | '.join(cells)} | {megabytes:.0f} | {connecting:.1f} | {exchanging:.1f} |", flush=True)

@@ -71,7 +71,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.engine import Engine
     from bundle.mcore import groups
     from bundle.runs.directory import RunDirectory
-    from bundle.runs.metrics import JsonLines, MetricsWriter, Profiler, Speed
+    from bundle.runs.metrics import JsonLines, MetricsDispatcher, Profiler, Speed
     from bundle.runs.progress import Progress
     from bundle.runs.session import Session
     from bundle.runs.stragglers import Stragglers
@@ -90,7 +90,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         directory=RunDirectory(directory),
         checkpoints=Checkpoints(CheckpointDirectory(directory / "checkpoints"), engine, keep=1),
         watchdog=Watchdog(3600, directory, 0, 0),
-        metrics=MetricsWriter([JsonLines(directory / "metrics.jsonl")]),
+        metrics=MetricsDispatcher([JsonLines(directory / "metrics.jsonl")]),
         speed=Speed(recipe, "cpu", cpu, dp=1),
         stragglers=Stragglers(0, cpu),
         profiler=Profiler(recipe, directory / "profile", 0),

@@ -32,12 +32,12 @@ from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
 from bundle.planning import build_plan
 from bundle.pretrained.writing import (
-    OutputTensor,
+    OutputTensorHeader,
     PublishedModel,
     SafetensorsFileWriter,
     build_file_names,
     split_into_files,
-    write_index,
+    write_index_if_sharded,
 )
 from bundle.recipe import Recipe, from_mapping
 from bundle.worker import prepare_runtime
@@ -146,7 +146,7 @@ def written(directory: Path, gib: float) -> dict:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     stored = [
-        OutputTensor(name, "BF16", shape)
+        OutputTensorHeader(name, "BF16", shape)
         for tensor in Tensors(from_config(config))
         for name, shape in tensor.list_published_shapes()
     ]
@@ -158,7 +158,7 @@ def written(directory: Path, gib: float) -> dict:
             values = (0.02 * torch.randn(tensor.shape)).bfloat16().flatten()
             file.append(memoryview(values.view(torch.uint8).numpy()))
         file.close()
-    write_index(directory, of)
+    write_index_if_sharded(directory, of)
     return config
 
 

@@ -58,7 +58,7 @@ OPERATORS: Mapping[str, tuple[OperatorCheck, ...]] = {
         _build_operator_check("adamw", "fused_adamw"),
     )
 }
-COLLECTIVE_MEASUREMENT_ENTRY_POINT = (
+COLLECTIVE_MEASUREMENT_FUNCTION = (
     "bundle.verification.measurements.collectives:require_exact_collective_results"
 )
 
@@ -69,7 +69,7 @@ class AcceptancePart(NamedTuple):
     name: str
     result: ProbeResult
 
-    def build_finding(self, runs_directory: Path) -> Finding:
+    def to_finding(self, runs_directory: Path) -> Finding:
         """Return this part as a finding for people; `runs_directory` holds its runs."""
         result = self.result
         measured = ", ".join(f"{value:.2g} {unit}" for unit, value in result.measured.items())
@@ -99,8 +99,8 @@ def run_acceptance(
         yield AcceptancePart(
             f"operator {operator.name}", _time_run(partial(_measure_operator, operator, backend))
         )
-    yield AcceptancePart("collectives", _time_run(partial(check_collectives, backend, ranks)))
-    training = _DemoTraining(backend, directory)
+    yield AcceptancePart("collectives", _time_run(partial(check_two_rank_collectives, backend, ranks)))
+    training = _DemoRunComparison(backend, directory)
     for dtype, tolerance in LOSS_TOLERANCES.items():
         yield AcceptancePart(
             f"five steps in {dtype}", _time_run(partial(training.compare_with_cpu, dtype, tolerance))
@@ -129,7 +129,7 @@ def build_document(
     combination = None
     if passed:
         command = f"{DOCTOR_COMMAND} --backend {hardware.backend}"
-        combination = compatibility.build_combination(
+        combination = compatibility.build_proven_combination(
             installed_packages, hardware.backend, name, proven, command
         )
     return {
@@ -174,11 +174,11 @@ def _measure_operator(operator: OperatorCheck, backend: str) -> ProbeResult:
     return ProbeResult(measured, wrong="" if distance <= 1 else complaint)
 
 
-def check_collectives(backend: str, ranks: int) -> ProbeResult:
+def check_two_rank_collectives(backend: str, ranks: int) -> ProbeResult:
     if ranks < 2:
         return ProbeResult(skipped="needs two devices")
     name = capabilities.find_capabilities(backend).collectives
-    distance = _measure_order(WorkOrder(0, COLLECTIVE_MEASUREMENT_ENTRY_POINT, 2, 600, ()), backend)
+    distance = _measure_order(WorkOrder(0, COLLECTIVE_MEASUREMENT_FUNCTION, 2, 600, ()), backend)
     note = f"{name} adds up {', '.join(REDUCED_TYPES)} and moves {', '.join(MOVED_TYPES)}"
     return ProbeResult(wrong=distance) if isinstance(distance, str) else ProbeResult(note=note)
 
@@ -206,7 +206,7 @@ _CPU, _DEVICE = "reference", "device"  # runs: of the cpu, and of one device
 Losses = Mapping[int, Mapping[str, float]]  # step -> name -> value
 
 
-class _DemoTraining:
+class _DemoRunComparison:
     """The demo (latent attention, experts, multi-token prediction), a few steps in several places."""
 
     def __init__(self, backend: str, directory: Path) -> None:
@@ -225,17 +225,17 @@ class _DemoTraining:
 
     def compare_single_rank_resume(self) -> ProbeResult:
         """Compare the last steps from a checkpoint with those of the run that wrote it."""
-        return self._compare_resume_losses("resumed", ranks=1, tolerance=RESUME_TOLERANCE)
+        return self._resume_and_compare_losses("resumed", ranks=1, tolerance=RESUME_TOLERANCE)
 
     def compare_tensor_parallel_resume(self, ranks: int) -> ProbeResult:
         """Compare the last steps on two devices (tensor and sequence parallel) with the unbroken run."""
         if ranks < 2:
             return ProbeResult(skipped="needs two devices")
-        return self._compare_resume_losses(
+        return self._resume_and_compare_losses(
             "split", ranks=2, tolerance=LOSS_TOLERANCES["fp32"], extra_settings=("parallel.tp=2",)
         )
 
-    def _compare_resume_losses(
+    def _resume_and_compare_losses(
         self, name: str, *, ranks: int, tolerance: float, extra_settings: Sequence[str] = ()
     ) -> ProbeResult:
         folder = self._get_run_directory(_DEVICE, "fp32") / "checkpoints"

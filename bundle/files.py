@@ -89,11 +89,11 @@ def list_matches(directory: Path, pattern: str) -> list[Path]:
 
 def read_text_if_small(path: Path, limit: int = 4 << 20) -> str | None:
     """Return the file's text (bad bytes replaced); None for no regular file, one too big, or unreadable."""
-    data = read_bytes_if_small(path, limit)
+    data = read_bytes_or_none(path, limit)
     return None if data is None else data.decode("utf-8", errors="replace")
 
 
-def read_bytes_if_small(path: Path, limit: int = 4 << 20) -> bytes | None:
+def read_bytes_or_none(path: Path, limit: int = 4 << 20) -> bytes | None:
     """Return the file's bytes; None for no regular file (a pipe would wait), one too big, or unreadable."""
     try:
         return read_content(path, limit)
@@ -101,7 +101,7 @@ def read_bytes_if_small(path: Path, limit: int = 4 << 20) -> bytes | None:
         return None
 
 
-def restrict_umask_to_group() -> None:
+def restrict_umask_to_group_read() -> None:
     """Deny others all rights to new files of this process, and the group to write: 0640 and 0750 at most."""
     os.umask(os.umask(_REQUIRED_UMASK_BITS) | _REQUIRED_UMASK_BITS)
 
@@ -128,12 +128,12 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def digest_json(value: object) -> str:
+def compute_short_json_digest(value: object) -> str:
     """Return 16 hexadecimal digits of the digest of a value's JSON, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _ShortWriteFile(io.FileIO):
+class _PieceWriteFile(io.FileIO):
     """A file that takes a part of what it is given, as any may: whoever writes comes back with the rest.
 
     For more at once Linux takes large pages, which the host of a virtual machine may have to find first:
@@ -154,7 +154,7 @@ class _ShortWriteFile(io.FileIO):
 
 def open_large_file_writer(path: Path) -> io.BufferedWriter:
     """Open an empty file for large writes. Raises OSError."""
-    return io.BufferedWriter(_ShortWriteFile(path, "wb"))
+    return io.BufferedWriter(_PieceWriteFile(path, "wb"))
 
 
 def sync_directory(directory: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple, get_args
 
 Scaling = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 Format = Literal["e4m3", "hybrid"]
-NUMBER_FORMATS: tuple[Format, ...] = get_args(Format)
+FORMAT_NAMES: tuple[Format, ...] = get_args(Format)
 
 
 class ScalingRule(NamedTuple):

@@ -32,7 +32,7 @@ _LOCAL_FILE_EXTENSION = re.compile(r"\.[a-z]+$")  # of a path that is not there,
 _TIMEOUT_SECONDS = 10.0
 
 
-class Reference(NamedTuple):
+class RepositoryReference(NamedTuple):
     """A repository of the Hub, a revision of it ("": its main branch), and files of it ("": all)."""
 
     kind: Kind
@@ -66,16 +66,16 @@ class Reference(NamedTuple):
         )
 
 
-def find_reference(text: str, kind: Kind) -> Reference | None:
+def find_reference(text: str, kind: Kind) -> RepositoryReference | None:
     """Return the repository that a text names; None for a path, and for anything that is there under it."""
     if kind == "dataset" and (match := _DATASET_REFERENCE.fullmatch(text)):
-        return Reference(kind, match["name"], match["revision"] or "", match["inside"] or "")
+        return RepositoryReference(kind, match["name"], match["revision"] or "", match["inside"] or "")
     match = _MODEL_REFERENCE.fullmatch(text)
     if match is None or (
         "://" not in text and (_LOCAL_FILE_EXTENSION.search(match["name"]) or _exists(text))
     ):
         return None
-    return Reference(kind, match["name"], match["revision"] or "")
+    return RepositoryReference(kind, match["name"], match["revision"] or "")
 
 
 def _exists(text: str) -> bool:
@@ -96,7 +96,7 @@ def strip_revision(text: str | None) -> str | None:
     return reference.name if reference else text
 
 
-def resolve_pinned_path(text: str, kind: Kind = "model") -> str:
+def build_cache_path_if_pinned(text: str, kind: Kind = "model") -> str:
     """Return where a pinned repository lies in the cache; any other text is returned as it is."""
     reference = find_reference(text, kind) if "@" in text else None
     if reference is None or not _COMMIT_PATTERN.fullmatch(reference.revision):
@@ -146,7 +146,7 @@ def download_and_pin(text: str, kind: Kind) -> str:
         )
     pinned = reference._replace(revision=info.sha or "")
     sizes = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()}
-    _check_files(pinned, list(sizes))
+    _require_safe_files(pinned, list(sizes))
     _check_disk_space(
         huggingface_hub,
         pinned,
@@ -162,7 +162,7 @@ def download_and_pin(text: str, kind: Kind) -> str:
     return str(reference._replace(revision=Path(snapshot).name))
 
 
-def _download(library: Any, reference: Reference, *, is_offline: bool = False) -> str:
+def _download(library: Any, reference: RepositoryReference, *, is_offline: bool = False) -> str:
     """Return the directory of the files. Locks of huggingface_hub keep two processes from one file."""
     snapshot: str = library.snapshot_download(
         reference.name,
@@ -175,7 +175,7 @@ def _download(library: Any, reference: Reference, *, is_offline: bool = False) -
     return snapshot
 
 
-def _find_cached_commit(library: Any, reference: Reference) -> str:
+def _find_cached_commit(library: Any, reference: RepositoryReference) -> str:
     """Return the commit of what the cache has of a repository; "" where it does not have it whole."""
     try:
         return Path(_download(library, reference, is_offline=True)).name
@@ -183,7 +183,7 @@ def _find_cached_commit(library: Any, reference: Reference) -> str:
         return ""
 
 
-def _pin_reference_from_cache(library: Any, reference: Reference, reason: str) -> str:
+def _pin_reference_from_cache(library: Any, reference: RepositoryReference, reason: str) -> str:
     if commit := _find_cached_commit(library, reference):
         return str(reference._replace(revision=commit))
     repository = f"{reference.name} --repo-type {reference.kind}"
@@ -194,7 +194,7 @@ def _pin_reference_from_cache(library: Any, reference: Reference, reason: str) -
     )
 
 
-def _check_files(reference: Reference, names: Sequence[str]) -> None:
+def _require_safe_files(reference: RepositoryReference, names: Sequence[str]) -> None:
     """Raise UsageError for a repository without a file that may be read."""
     if not any(map(reference.is_selected_for_download, names)):
         have = ", ".join(names)[:200] or "no files"
@@ -211,7 +211,7 @@ def _check_files(reference: Reference, names: Sequence[str]) -> None:
         )
 
 
-def _check_disk_space(library: Any, reference: Reference, size: int) -> None:
+def _check_disk_space(library: Any, reference: RepositoryReference, size: int) -> None:
     """Raise EnvironmentUnfit where the disk of the cache has less room than the files may take."""
     cache = Path(library.constants.HF_HUB_CACHE)
     if _find_cached_commit(library, reference):
@@ -224,7 +224,7 @@ def _check_disk_space(library: Any, reference: Reference, size: int) -> None:
         )
 
 
-def _raise_permanent_error(library: Any, reference: Reference, error: Exception) -> None:
+def _raise_permanent_error(library: Any, reference: RepositoryReference, error: Exception) -> None:
     """Raise what an answer of the Hub or a full disk means; nothing for a Hub that does not answer."""
     errors = library.errors
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -10,13 +10,13 @@ import sys
 
 from bundle.errors import UsageError
 
-LEVEL_NAMES = ("debug", "info", "warning", "error")
+LEVEL_CHOICES = ("debug", "info", "warning", "error")
 # How a level reaches the ranks that a command starts; a person may set it as well.
 LEVEL_VARIABLE = "MCORE_BUNDLE_LOG_LEVEL"
 DEFAULT_LEVEL = "info"
 
 
-class _LineHandler(logging.Handler):
+class _CurrentStreamHandler(logging.Handler):
     """Prints on the stream of this moment: a progress bar puts another in its place while it is shown."""
 
     def __init__(self, rank: int | None) -> None:
@@ -39,7 +39,7 @@ def start(rank: int | None = None) -> None:
     """
     level = _parse_level(os.environ.get(LEVEL_VARIABLE, DEFAULT_LEVEL), LEVEL_VARIABLE)
     logger = logging.getLogger("bundle")
-    logger.handlers = [_LineHandler(rank)]
+    logger.handlers = [_CurrentStreamHandler(rank)]
     logger.propagate = False
     quiet = rank not in (None, 0) and level > logging.DEBUG
     logger.setLevel(max(level, logging.WARNING) if quiet else level)
@@ -53,8 +53,8 @@ def choose_level(level: str) -> None:
 
 
 def _parse_level(level: str, source: str) -> int:
-    if level not in LEVEL_NAMES:
+    if level not in LEVEL_CHOICES:
         raise UsageError(
-            f"{source}: {level[:40]!r} is not a log level. Choose one of {', '.join(LEVEL_NAMES)}"
+            f"{source}: {level[:40]!r} is not a log level. Choose one of {', '.join(LEVEL_CHOICES)}"
         )
     return int(logging.getLevelName(level.upper()))

@@ -36,14 +36,14 @@ def run(arguments: Sequence[str]) -> None:
         backend=options.backend,
         strict=options.strict,
     )
-    with _build_cpu_context() if options.backend == "cpu" else nullcontext():
+    with _start_cpu_emulation() if options.backend == "cpu" else nullcontext():
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(options.script, run_name="__main__")
 
 
-def _build_cpu_context() -> AbstractContextManager[None]:
+def _start_cpu_emulation() -> AbstractContextManager[None]:
     """Return the context in which code that expects GPUs runs on the cpu; prepare the process for it."""
     os.environ.update({variable.name: variable.value for variable in CPU.environment})
     from bundle.backends.cpu import program

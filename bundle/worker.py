@@ -37,7 +37,7 @@ def run_rank(
     rank, local_rank = rendezvous.rank, rendezvous.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
-    files.restrict_umask_to_group()
+    files.restrict_umask_to_group_read()
     orphans.bind_forks_to_parent_death()
     watchdog.show_stacks_on_request()
     return outcomes.run_and_report(
@@ -73,7 +73,7 @@ def _agree_on_job_and_train(
     unfit = list(job_file.find_misfits(job, packages.detect().megatron, image.read_own_record()))
     agree_on_fields(store, rank, size, {"job": job.agreement_digest, **job.agreement_fields}, timeout, unfit)
     world_folder = world.choose_world_folder(store, rank, job.directory / "logs")
-    outcomes.publish_world_folder(world_folder, rendezvous.node_rank, rendezvous.local_rank or 0)
+    outcomes.publish_world_folder_to_launcher(world_folder, rendezvous.node_rank, rendezvous.local_rank or 0)
     _train(job, rendezvous, store, world_folder)
 
 
@@ -95,6 +95,7 @@ def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -
         try:
             run(job, runtime, device, dog)
         except Preempted:
-            world.destroy()  # all ranks stop together; after any other error the others may never come
+            # All ranks stop together; after any other error the others may never come.
+            world.destroy_process_groups()
             raise
-        world.destroy()
+        world.destroy_process_groups()

@@ -68,9 +68,9 @@ class _Recorder:
         command = said or " ".join(["python -m pytest", *_without_record(words)])
         here = packages.detect()
         rows = [
-            compatibility.build_combination(here, backend, device, whats, command, core=core).model_dump(
-                mode="json"
-            )
+            compatibility.build_proven_combination(
+                here, backend, device, whats, command, core=core
+            ).model_dump(mode="json")
             for (backend, device, core), whats in proven.items()
         ]
         Path(file).parent.mkdir(parents=True, exist_ok=True)

@@ -108,14 +108,12 @@ def test_losses_of_other_steps_are_no_answer():
 @pytest.mark.world
 def test_two_ranks_exchange_every_type_and_a_wrong_sum_is_named(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("megatron.core")
-    found = acceptance.check_collectives("cpu", 2)
+    found = acceptance.check_two_rank_collectives("cpu", 2)
     assert found.status == "passed" and "gloo" in found.note and "int8" in found.note
-    monkeypatch.setattr(
-        acceptance, "COLLECTIVE_MEASUREMENT_ENTRY_POINT", "tests.verification.leaving:wrong_sum"
-    )
-    wrong = acceptance.check_collectives("cpu", 2).wrong
+    monkeypatch.setattr(acceptance, "COLLECTIVE_MEASUREMENT_FUNCTION", "tests.verification.leaving:wrong_sum")
+    wrong = acceptance.check_two_rank_collectives("cpu", 2).wrong
     assert "int8" in wrong and "[3, 7]" in wrong and "[3, 6]" in wrong
-    assert acceptance.check_collectives("cpu", 1).skipped == "needs two devices"
+    assert acceptance.check_two_rank_collectives("cpu", 1).skipped == "needs two devices"
 
 
 def test_patches_are_proven_on_a_device_and_never_just_so(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ from bundle.patches.entry import (
 )
 from bundle.patches.megatron_core import ReviewTable, load_review_table, resolve_core_path_or_version
 from bundle.patches.plan import survey_patches
-from bundle.patches.scaffold import create_patch_files
+from bundle.patches.scaffold import create_bundle_patch_files
 from bundle.planning import build_plan
 from bundle.planning.problems import FEATURE_BY_FAMILY, MegatronFeature, find_missing_feature
 from bundle.recipe import Recipe
@@ -252,7 +252,7 @@ def build_tree(root: Path, version: str, statement: str) -> Path:
 
 @pytest.fixture
 def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The made-up patch alone, as a module of `_AREA_MODULES` would bring it."""
+    """The made-up patch alone, as a module of `_MODULES_IN_WRAP_ORDER` would bring it."""
     for module, names in (
         (patch_plan, ("PATCHES", "TRAPS", "SEAMS")),
         (review, ("PATCHES", "SEAMS", "ENTRIES")),
@@ -310,7 +310,7 @@ def test_the_page_of_patches_has_a_section_for_a_patch(catalogue):
 
 def test_the_how_to_names_every_file_that_the_steps_of_patches_new_name(tmp_path: Path):
     (tmp_path / "bundle/patches/catalogue").mkdir(parents=True)
-    steps = create_patch_files(PATCH.id, tmp_path)
+    steps = create_bundle_patch_files(PATCH.id, tmp_path)
     files = set(re.findall(r"(?:bundle|tests|docs)/[\w/]+\.(?:py|md)", steps))
     named = {
         path.replace("AREA", "paper_count").replace("ID", "paper_count")
@@ -393,7 +393,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> PaperTarget:
         if dry_run:
             print(paper_options.tray, *job_file.build_train_arguments(decided, Path("job.json")))
             return
-        submission.follow_submitted_job(f"paper:{made.submit(decided, paper_options)}", detach=detach)
+        submission.print_handle_or_follow_job(f"paper:{made.submit(decided, paper_options)}", detach=detach)
 
     monkeypatch.setattr(launch.app, "registered_commands", list(launch.app.registered_commands))
     launch.app.command("paper")(expand_options(print_job))

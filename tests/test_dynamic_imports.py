@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bundle.acceptance import COLLECTIVE_MEASUREMENT_ENTRY_POINT, OPERATORS
+from bundle.acceptance import COLLECTIVE_MEASUREMENT_FUNCTION, OPERATORS
 from bundle.cli import VERB_SUMMARIES
 from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES
-from bundle.verification.check import CHECKS
+from bundle.verification.check import CHECKS_BY_PATCH_ID
 
 PACKAGE = Path(importlib.util.find_spec("bundle").submodule_search_locations[0])  # type: ignore[union-attr,index]
 PLACES = {
@@ -24,10 +24,10 @@ NAMES = [
     *(f"bundle.cli.{verb}:app" for verb in VERB_SUMMARIES),
     *(f"bundle.backends.{backend}:set_up_runtime" for backend in BACKENDS),
     *sorted({replacement.wrapper for patch in PATCHES for replacement in patch.replacements}),
-    *sorted({check.measurement for check in CHECKS.values()}),
+    *sorted({check.measurement for check in CHECKS_BY_PATCH_ID.values()}),
     *sorted(
         {
-            COLLECTIVE_MEASUREMENT_ENTRY_POINT,
+            COLLECTIVE_MEASUREMENT_FUNCTION,
             *(operator.measurement for each in OPERATORS.values() for operator in each),
         }
     ),

@@ -31,7 +31,7 @@ def test_a_file_is_replaced_whole(tmp_path):
 def test_others_have_no_rights_to_new_files_and_a_narrower_umask_stays(tmp_path, umask, mode):
     earlier = os.umask(umask)
     try:
-        files.restrict_umask_to_group()
+        files.restrict_umask_to_group_read()
         files.write_text(tmp_path / "file", "")
         (tmp_path / "folder").mkdir()
     finally:

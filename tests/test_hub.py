@@ -120,7 +120,7 @@ def pin(text, kind, server, home, **variables):
     script = (
         "import sys\nfrom bundle import hub\nfrom bundle.errors import BundleError\n"
         "try:\n    pinned = hub.download_and_pin(*sys.argv[1:])\n"
-        "    print(pinned); print(hub.resolve_pinned_path(pinned, sys.argv[2]))\n"
+        "    print(pinned); print(hub.build_cache_path_if_pinned(pinned, sys.argv[2]))\n"
         "except BundleError as error:\n    print(error); print(); sys.exit(int(error.code))\n"
     )
     done = subprocess.run(
@@ -221,7 +221,7 @@ def test_files_that_the_disk_has_no_room_for_are_not_begun(server, tmp_path, mon
     monkeypatch.setattr(library.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(hub, "_find_cached_commit", lambda *_: "")
     with pytest.raises(EnvironmentUnfit, match="HF_HOME"):
-        hub._check_disk_space(library, hub.Reference("model", "org/name", NEW), 2**80)
+        hub._check_disk_space(library, hub.RepositoryReference("model", "org/name", NEW), 2**80)
 
 
 def test_paths_are_not_repositories(tmp_path, monkeypatch):

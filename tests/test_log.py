@@ -27,7 +27,7 @@ def as_before(monkeypatch):
 def told(capsys):
     """(level, who, message) of every line on stdout, and on stderr, after one message of each level."""
     logger = logging.getLogger("bundle.some.module")
-    for level in log.LEVEL_NAMES:
+    for level in log.LEVEL_CHOICES:
         getattr(logger, level)("a %s", level)
     return [re.findall(LINE, stream) for stream in capsys.readouterr()]
 
@@ -85,7 +85,7 @@ def test_nothing_is_told_twice(capsys):
 def test_a_level_that_is_none_is_a_usage_error(monkeypatch, messages):
     with pytest.raises(UsageError, match="'loud'") as error:
         log.choose_level("loud")
-    assert all(level in str(error.value) for level in log.LEVEL_NAMES)
+    assert all(level in str(error.value) for level in log.LEVEL_CHOICES)
     messages(error.value)
     monkeypatch.setitem(os.environ, log.LEVEL_VARIABLE, "LOUD")
     with pytest.raises(UsageError, match=log.LEVEL_VARIABLE) as error:

@@ -16,7 +16,7 @@ from bundle import files
 from bundle.environment import compatibility
 from bundle.environment.compatibility import (
     COMPATIBILITY_FILE,
-    PYTHON,
+    PYTHON_KEY,
     Combination,
     CombinationTable,
     PinnedImage,
@@ -96,7 +96,7 @@ def add(
 ) -> None:
     """Put what runs have written into the table; a command's row of the same versions is replaced."""
     known = (
-        compatibility.parse(COMPATIBILITY_FILE.read_text("utf-8"), COMPATIBILITY_FILE.name)
+        compatibility.parse_json(COMPATIBILITY_FILE.read_text("utf-8"), COMPATIBILITY_FILE.name)
         if COMPATIBILITY_FILE.exists()
         else None
     )
@@ -123,7 +123,7 @@ def recorded(file: Path) -> list[Combination]:
         raise UsageError(f"{file}: not a record of a run ({error})") from None
     if rows == [None]:
         raise UsageError(f"{file}: the run failed or proved nothing, so it is not added")
-    found = list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)
+    found = list(compatibility.parse_json(json.dumps(_document(rows, ())), str(file)).combinations)
     if document.get("emulated") and any(row.device_name_unless_emulated for row in found):
         named = ", ".join(
             sorted({row.device_name_unless_emulated for row in found if row.device_name_unless_emulated})
@@ -137,9 +137,11 @@ def write(file: Path, rows: Iterable[Combination], definition: Definition) -> No
     ordered = sorted(
         rows, key=lambda row: (row.backend, Version(row.packages[_CORE]), row.device, row.command)
     )
-    seen = compatibility.parse(json.dumps(_document([_plain(row) for row in ordered], ())), "what was seen")
+    seen = compatibility.parse_json(
+        json.dumps(_document([_plain(row) for row in ordered], ())), "what was seen"
+    )
     document = _document([_plain(row) for row in ordered], map(_plain, pinned(definition, seen)))
-    compatibility.parse(json.dumps(document), file.name)
+    compatibility.parse_json(json.dumps(document), file.name)
     files.write_text(file, json.dumps(document, indent=1) + "\n")
 
 
@@ -147,7 +149,7 @@ def pinned(definition: Definition, seen: CombinationTable) -> Iterable[PinnedIma
     """What each stack's images pin, and which of it was never seen beside its megatron-core."""
     for name, stack in definition.stacks.items():
         (python,) = {base.python for base in definition.bases_of(name).values()}
-        packages = {**{package: pin.version for package, pin in stack.pins.items()}, PYTHON: python}
+        packages = {**{package: pin.version for package, pin in stack.pins.items()}, PYTHON_KEY: python}
         core = packages[_CORE]
         unproven = tuple(
             package
@@ -159,7 +161,7 @@ def pinned(definition: Definition, seen: CombinationTable) -> Iterable[PinnedIma
 
 def markdown(of: CombinationTable) -> str:
     """The text of docs/compatibility.md."""
-    core = (_CORE, "transformer-engine", "torch", PYTHON)
+    core = (_CORE, "transformer-engine", "torch", PYTHON_KEY)
     head = (
         "backend",
         "megatron-core",

@@ -9,7 +9,7 @@ from bundle.patches import megatron_core
 from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets import images
-from bundle.targets.kubernetes import FORMS, build_workload_name, to_yaml
+from bundle.targets.kubernetes import FORMS_BY_NAME, sanitize_recipe_name, to_yaml
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import Workload
 
@@ -45,17 +45,19 @@ configMapGenerator:
 def example(form: str) -> list[dict[str, object]]:
     """The objects of the demo in a form, but for its job file."""
     job = _job(_HARDWARE.get(form, "h200"))
-    extra = FORMS[form].extra
-    image = f"{_REGISTRY}/{job.backend}-{extra}:TAG" if extra else images.choose_image(job, _REGISTRY)
-    return FORMS[form].render(
-        Workload(job, KubernetesOptions(image, _CLAIM, form=form), build_workload_name(job), _FILE)
+    extra = FORMS_BY_NAME[form].extra
+    image = f"{_REGISTRY}/{job.backend}-{extra}:TAG" if extra else images.find_matching_name(job, _REGISTRY)
+    return FORMS_BY_NAME[form].render(
+        Workload(job, KubernetesOptions(image, _CLAIM, form=form), sanitize_recipe_name(job), _FILE)
     )
 
 
 def files() -> Mapping[str, str]:
     """Every file of the folder, by its name."""
-    about = {form: _ABOUT.format(form=form, file=_FILE, base=BASE, name=FILE_NAME) for form in FORMS}
-    return {f"{form}.yaml": about[form] + to_yaml(example(form)) for form in FORMS} | {BASE: _KUSTOMIZATION}
+    about = {form: _ABOUT.format(form=form, file=_FILE, base=BASE, name=FILE_NAME) for form in FORMS_BY_NAME}
+    return {f"{form}.yaml": about[form] + to_yaml(example(form)) for form in FORMS_BY_NAME} | {
+        BASE: _KUSTOMIZATION
+    }
 
 
 def _job(hardware: str) -> Job:

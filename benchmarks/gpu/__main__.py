@@ -64,7 +64,7 @@ def main() -> int:
         claims = [f"{verdict.claim}: {verdict.seen}" for verdict in verdicts]
         device = hardware.detect("cuda").devices[0].name
         command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
-        seen = compatibility.build_combination(packages.detect(), "cuda", device, claims, command)
+        seen = compatibility.build_proven_combination(packages.detect(), "cuda", device, claims, command)
         write_json(options.results / "combination.json", {"combination": seen.model_dump(mode="json")})
     return 0 if good else 1
 

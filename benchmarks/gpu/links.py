@@ -70,7 +70,7 @@ def named(kind: str) -> bool:
         )
         began = time.monotonic()
         try:
-            process.run(launch, os.environ)
+            process.run_ranks_once(launch, os.environ)
             said, code = "ended well", ExitCode.OK
         except LaunchFailed as ended:
             said, code = ended.verdict.sentence, ended.code
@@ -140,7 +140,7 @@ def hang(kind: str) -> ExitCode:
         logs = outcomes.get_launch_folder()
         assert logs is not None
         place = world.choose_world_folder(store, rank, logs)
-        outcomes.publish_world_folder(place, where.node_rank, local)
+        outcomes.publish_world_folder_to_launcher(place, where.node_rank, local)
         patient = timedelta(seconds=compute_collective_timeout(HANG_SECONDS))
         with Watchdog(HANG_SECONDS, place, rank, local) as dog:
             with dog.extend_patience("connecting"):

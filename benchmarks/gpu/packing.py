@@ -72,7 +72,7 @@ class Steps:
     def run(self, lengths: Sequence[int], *, packed: bool) -> None:
         """One step; its micro-batches are made anew of what lies on the host, as training makes them."""
         self.engine.forward_backward(self.micro_batches(lengths, packed=packed))
-        self.engine.step()
+        self.engine.step_optimizer()
 
     def waits(self, lengths: Sequence[int], *, packed: bool) -> Counter[str]:
         """How often the host waits in one step, by the profiler's names."""

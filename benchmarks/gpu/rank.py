@@ -48,7 +48,7 @@ def prepared(plan: Plan) -> Iterator[tuple[Any, torch.device, int]]:
     device = runtime.select_device(rendezvous.local_rank)
     world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT)
     yield runtime, device, rendezvous.rank
-    world.destroy()
+    world.destroy_process_groups()
 
 
 def grouped(recipe: Recipe, runtime: Any) -> Any:
@@ -76,7 +76,7 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
     for step in range(case.steps(backend)):
         begin = time.perf_counter()
         engine.forward_backward(batches.build_training_batches(step * recipe.train.global_batch_size))
-        norms.append(engine.step().grad_norm)
+        norms.append(engine.step_optimizer().grad_norm)
         seen = engine.take_losses()
         losses.append([seen.main, *seen.mtp])
         if device.type == "cuda":

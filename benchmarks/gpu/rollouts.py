@@ -26,7 +26,7 @@ from bundle.rollouts import Request, Sampling
 from bundle.rollouts.sglang import SGLangRollout
 from bundle.rollouts.sglang.building import build_rollout
 from bundle.rollouts.sglang.memory import TrainerMemory
-from bundle.weight_sync.manifest import NameTable
+from bundle.weight_sync.manifest import ExpectedTensors
 from bundle.weight_sync.states import Step
 from bundle.weight_sync.transports.ipc import build_module_aligned_buckets, send_buckets_in_background
 
@@ -125,7 +125,7 @@ def load_recipe(config: dict[str, Any], python: str, *arguments: str, transport:
 def draw_tensors(recipe: Recipe, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every published tensor with random values on the GPU, in the dtype of the model."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    for name, shape in NameTable.from_architecture(recipe.architecture).expected.items():
+    for name, shape in ExpectedTensors.from_architecture(recipe.architecture).expected.items():
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
         yield name, torch.randn(shape, generator=generator, device="cuda", dtype=dtype) * 0.02
 
@@ -135,7 +135,7 @@ def measure_coverage(config: dict[str, Any], *arguments: str) -> Callable[[str, 
 
     def run(python: str, scratch: Path) -> Iterator[str]:
         recipe = load_recipe(config, python, *arguments)
-        names = list(NameTable.from_architecture(recipe.architecture).expected)
+        names = list(ExpectedTensors.from_architecture(recipe.architecture).expected)
         layer = f"model.layers.{config['num_hidden_layers'] - 1}."
         draft = f"model.layers.{config['num_hidden_layers']}."
         left_out = {

@@ -20,7 +20,7 @@ from bundle.errors import UsageError, format_value
 
 # Norms, routers, biases, embedding and output layer have none; nor have a tower's learned positions and the
 # convolution that takes patches.
-_LINEAR_MODULE_PREFIX = "linear_"
+_MEGATRON_LINEAR_PREFIX = "linear_"
 _TOWER_POSITION_EMBEDDING_MODULE = "pos_embed"
 ALL_LINEAR = "all-linear"  # as a target, PEFT's word for every one of them
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -116,7 +116,7 @@ def is_adaptable(tensor: Tensor) -> bool:
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
     if tensor.name.startswith(TOWER_PREFIX):
         return kind == "weight" and len(tensor.shape) == 2 and module != _TOWER_POSITION_EMBEDDING_MODULE
-    is_linear_weight = kind == "weight" and module.startswith(_LINEAR_MODULE_PREFIX)
+    is_linear_weight = kind == "weight" and module.startswith(_MEGATRON_LINEAR_PREFIX)
     return is_linear_weight and bool(tensor.published_names) and tensor.stack is None
 
 
@@ -143,24 +143,26 @@ def list_shortest_linear_suffixes(table: Iterable[Tensor]) -> list[str]:
         module
         for tensor in tensors
         for name in tensor.published_names
-        for module in _list_parent_modules(name)
+        for module in _list_module_prefixes(name)
     }
-    other_endings = {ending for module in all_modules - modules for ending in _list_endings(module)}
+    other_endings = {
+        ending for module in all_modules - modules for ending in _list_module_name_suffixes(module)
+    }
     return sorted(
         {
-            next(ending for ending in _list_endings(module) if ending not in other_endings)
+            next(ending for ending in _list_module_name_suffixes(module) if ending not in other_endings)
             for module in modules
         }
     )
 
 
-def _list_parent_modules(name: str) -> Iterator[str]:
+def _list_module_prefixes(name: str) -> Iterator[str]:
     """Return the names of the modules that contain a tensor."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
-def _list_endings(module: str) -> Iterator[str]:
+def _list_module_name_suffixes(module: str) -> Iterator[str]:
     """Return the endings of a module's name, the shortest first."""
     parts = module.split(".")
     return (".".join(parts[start:]) for start in reversed(range(len(parts))))
@@ -188,13 +190,13 @@ def read_lora_settings(directory: Path) -> dict[str, Any]:
     if settings.get("bias", "none") != "none":
         refused.append(f"bias {format_value(settings['bias'])}: training biases is not supported")
     refused += [f"{key}: missing" for key in _FIELD_BY_PEFT_KEY if settings.get(key) is None]
-    refused += _describe_invalid_settings(settings)
+    refused += _describe_invalid_setting_values(settings)
     known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT_KEY, *SUPPORTED_VARIANT_FLAGS}
     known |= {"peft_type", "init_lora_weights", "bias"}
     refused += [
         f"{files.to_printable(key)[:60]} {format_value(value)}: not supported"
         for key, value in settings.items()
-        if key not in known and not _is_empty(value)
+        if key not in known and not _is_empty_or_all_falsy(value)
     ]
     if refused:
         raise UsageError(f"{path}: training cannot start from this adapter", refused)
@@ -207,7 +209,7 @@ def read_lora_settings(directory: Path) -> dict[str, Any]:
     }
 
 
-def _describe_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+def _describe_invalid_setting_values(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings in PEFT's files that have an invalid value."""
     rank, alpha, targets = (settings.get(key) for key in _FIELD_BY_PEFT_KEY)
     if rank is not None and not (type(rank) is int and rank > 0):
@@ -251,6 +253,6 @@ def build_adapter_config(values: Mapping[str, Any], base: str | None) -> Mapping
     }
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty_or_all_falsy(value: Any) -> bool:
     """Return whether a value is empty or false, or a mapping of such: {"": 0} says as much as {}."""
     return not (any(value.values()) if isinstance(value, dict) else value)

@@ -48,7 +48,7 @@ def rename_norms_to_fused(prefix: str, layer: Sequence[Tensor]) -> Iterator[tupl
         yield tensor.name, tensor
 
 
-def rename_experts_to_grouped(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def rename_experts_to_grouped_linear(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) with the experts of one rank as one module.
 
     All first matrices of the experts come before the second ones.
@@ -105,7 +105,9 @@ class CheckpointLocation(NamedTuple):
     entries: tuple[int, ...] = ()
 
 
-def list_candidate_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
+def list_candidate_torch_dist_locations(
+    tensor: Tensor, architecture: Architecture
+) -> tuple[CheckpointLocation, ...]:
     """Return every place where a tensor may be; a checkpoint has it at one of them at least."""
     stacked, separate = (
         _iterate_torch_dist_locations(tensor, architecture, is_stacked=stacked) for stacked in (True, False)
@@ -113,7 +115,9 @@ def list_candidate_locations(tensor: Tensor, architecture: Architecture) -> tupl
     return tuple(dict.fromkeys((*stacked, *separate)))
 
 
-def find_save_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
+def find_torch_dist_save_locations(
+    tensor: Tensor, architecture: Architecture
+) -> tuple[CheckpointLocation, ...]:
     """Return where to write a tensor, so that models of either layer spec find it.
 
     Layers of a dense model are stacked, as every release expects. Layers of a model with experts are not:
@@ -123,7 +127,7 @@ def find_save_locations(tensor: Tensor, architecture: Architecture) -> tuple[Che
 
 
 def build_key_layout_metadata(architecture: Architecture) -> dict[str, bool]:
-    """Return what megatron-core must know about `find_save_locations` before it asks for keys."""
+    """Return what megatron-core must know about `find_torch_dist_save_locations` before it asks for keys."""
     return {"non_homogeneous_layers": architecture.moe is not None, "singleton_local_shards": False}
 
 
@@ -150,7 +154,7 @@ def build_object_key(location: CheckpointLocation) -> str:
     return f"{location.key}/shard_{entry}_{entries}"
 
 
-def count_stacked_dims(key: str) -> int:
+def count_layer_and_expert_dims(key: str) -> int:
     """Return the number of leading dimensions that stack tensors under a key: layers, experts."""
     return bool(re.search(r"decoder\.layers\.(?!\d)", key)) + (".experts.experts." in key)
 

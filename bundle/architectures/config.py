@@ -137,7 +137,7 @@ class ConfigKeys:
             )
         )
 
-    def read_mapping(self, name: str) -> Mapping[str, Any]:
+    def read_mapping_or_empty(self, name: str) -> Mapping[str, Any]:
         """Return the mapping under `name`; empty for a missing key or null."""
         return (
             self._read_or_record_violation(
@@ -146,7 +146,7 @@ class ConfigKeys:
             or {}
         )
 
-    def read_integers(self, name: str) -> tuple[int, ...]:
+    def read_integer_list_or_empty(self, name: str) -> tuple[int, ...]:
         """Return the list of non-negative integers under `name`; empty for a missing key or null."""
 
         def fits(value: Any) -> bool:
@@ -229,7 +229,7 @@ def read_rope(
     name = "rope_parameters" if has_parameters else "rope_scaling"
     if has_parameters and keys.has_value("rope_scaling"):
         keys.add_violation("rope_scaling", "...", "set next to rope_parameters; keep one of the two")
-    nested = ConfigKeys(keys.read_mapping(name))
+    nested = ConfigKeys(keys.read_mapping_or_empty(name))
     if default_base is None and not nested.has_value("rope_theta"):
         keys.read_value("rope_theta", REQUIRED)
     base = _read_either(keys, nested, "rope_theta", default_base or 1.0, least=1.0, most=1e12)
@@ -251,7 +251,7 @@ def read_rope(
 
 def _read_sections(nested: ConfigKeys) -> tuple[int, ...]:
     """Return how many pairs turn by time, by height and by width."""
-    sections = nested.read_integers("mrope_section")
+    sections = nested.read_integer_list_or_empty("mrope_section")
     if len(sections) != 3:
         nested.add_violation("mrope_section", list(sections), "must be three: time, height, width")
     return sections

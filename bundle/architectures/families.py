@@ -80,18 +80,18 @@ def _refuse_short_window(keys: ConfigKeys, is_active: bool = True) -> None:
         keys.add_violation("sliding_window", window, reason)
 
 
-def _add_used_window_violation(keys: ConfigKeys) -> None:
+def _refuse_active_short_window(keys: ConfigKeys) -> None:
     _refuse_short_window(keys, is_active=keys.read_flag("use_sliding_window", False))
 
 
-def _refuse_output_bias(keys: ConfigKeys) -> None:
+def _refuse_o_proj_bias(keys: ConfigKeys) -> None:
     reason = "not supported: this family also adds a bias to o_proj, which megatron-core cannot do separately"
     keys.add_violation_unless("attention_bias", False, reason=reason)
 
 
 def llama(keys: ConfigKeys) -> Architecture:
     """Return the architecture of Llama: grouped queries, no biases."""
-    _refuse_output_bias(keys)
+    _refuse_o_proj_bias(keys)
     return Architecture("llama", **_read_decoder(keys, num_key_value_heads=None))
 
 
@@ -115,14 +115,14 @@ def mixtral(keys: ConfigKeys) -> Architecture:
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        **_read_aux_loss_and_switch(keys),
+        **_read_switched_aux_loss(keys),
     )
     return Architecture("mixtral", **base, moe=moe)
 
 
 def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
     """Return the architecture of Qwen2 and 2.5: biases on queries, keys and values."""
-    _add_used_window_violation(keys)
+    _refuse_active_short_window(keys)
     return Architecture(
         "qwen2", **_read_decoder(keys, qkv_bias=True, **_build_rotary_fields(rope or read_rope(keys)))
     )
@@ -130,15 +130,15 @@ def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
 
 def mimo(keys: ConfigKeys) -> Architecture:
     """Return the architecture of MiMo: Qwen2 with multi-token prediction."""
-    _add_used_window_violation(keys)
+    _refuse_active_short_window(keys)
     keys.add_violation_unless("attention_bias", True, reason="MiMo's queries, keys and values have a bias")
     return Architecture("mimo", **_read_decoder(keys, qkv_bias=True, mtp_layers=_read_mtp_layers(keys)))
 
 
 def qwen3(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
     """Return the architecture of Qwen3: norms on queries and keys."""
-    _add_used_window_violation(keys)
-    _refuse_output_bias(keys)
+    _refuse_active_short_window(keys)
+    _refuse_o_proj_bias(keys)
     rotary = _build_rotary_fields(rope or read_rope(keys))
     return Architecture("qwen3", **_read_decoder(keys, head_dim=REQUIRED, qk_layernorm=True, **rotary))
 
@@ -148,8 +148,8 @@ def qwen3_moe(keys: ConfigKeys, rope: Rope | None = None, *, norm_topk_prob: Any
 
     Layers have experts unless decoder_sparse_step or mlp_only_layers leaves them out.
     """
-    _add_used_window_violation(keys)
-    _refuse_output_bias(keys)
+    _refuse_active_short_window(keys)
+    _refuse_o_proj_bias(keys)
     base = _read_decoder(keys, qk_layernorm=True, **_build_rotary_fields(rope or read_rope(keys)))
     # transformers 5 writes num_local_experts for what the published configs call num_experts.
     name = "num_local_experts" if keys.has_value("num_local_experts") else "num_experts"
@@ -165,7 +165,7 @@ def qwen3_moe(keys: ConfigKeys, rope: Rope | None = None, *, norm_topk_prob: Any
 def _read_sparse_moe(keys: ConfigKeys, layers: int, **routing: Any) -> MoE:
     """Return the experts of the layers that decoder_sparse_step and mlp_only_layers do not leave out."""
     step = keys.read_integer("decoder_sparse_step", 1)
-    dense = set(keys.read_integers("mlp_only_layers"))
+    dense = set(keys.read_integer_list_or_empty("mlp_only_layers"))
     return _read_moe(
         keys, tuple(int(i not in dense and (i + 1) % step == 0) for i in range(layers)), **routing
     )
@@ -177,7 +177,7 @@ def _read_moe(keys: ConfigKeys, pattern: tuple[int, ...], number: str = "num_exp
         topk=keys.read_integer("num_experts_per_tok"),
         ffn_hidden_size=keys.read_integer("moe_intermediate_size"),
         layer_pattern=pattern,
-        **{"shared_ffn_hidden_size": 0, **_read_aux_loss_and_switch(keys), **routing},
+        **{"shared_ffn_hidden_size": 0, **_read_switched_aux_loss(keys), **routing},
     )
 
 
@@ -187,7 +187,7 @@ def qwen3_next(keys: ConfigKeys) -> Architecture:
     Three of four layers have gated delta nets, the others gated attention. There are routed experts and a
     shared one.
     """
-    _add_used_window_violation(keys)
+    _refuse_active_short_window(keys)
     base = _read_hybrid_decoder(keys)
     moe = _read_sparse_moe(
         keys,
@@ -233,7 +233,7 @@ def _check_qwen3_5_fixed_values(keys: ConfigKeys) -> None:
 
 def _read_rope_dropping_sections(keys: ConfigKeys) -> Rope:
     """Return positions in time, height and width, which are one number where there are no images."""
-    rope_mapping = keys.read_mapping("rope_parameters") or keys.read_mapping("rope_scaling")
+    rope_mapping = keys.read_mapping_or_empty("rope_parameters") or keys.read_mapping_or_empty("rope_scaling")
     rope = read_rope(
         keys, default_fraction=0.25, multimodal="mrope_section" in rope_mapping, interleaved=True
     )
@@ -242,7 +242,7 @@ def _read_rope_dropping_sections(keys: ConfigKeys) -> Rope:
 
 def _read_hybrid_decoder(keys: ConfigKeys, rope: Rope | None = None, **overrides: Any) -> dict[str, Any]:
     """Return the arguments of the decoder of Qwen3-Next and Qwen3.5."""
-    _refuse_output_bias(keys)
+    _refuse_o_proj_bias(keys)
     rotary = _build_rotary_fields(rope or read_rope(keys, default_fraction=0.25))
     base = _read_decoder(
         keys,
@@ -379,7 +379,7 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        **_read_aux_loss_and_switch(keys),
+        **_read_switched_aux_loss(keys),
     )
     return Architecture("gpt_oss", **base, **_read_windows(keys, base["num_layers"]), moe=moe)
 
@@ -471,7 +471,7 @@ def _read_expert_groups(keys: ConfigKeys, score_topk: int) -> dict[str, int]:
     return {"groups": groups, "group_topk": group_topk, "group_score_topk": score_topk} if groups > 1 else {}
 
 
-def _read_aux_loss_and_switch(keys: ConfigKeys) -> dict[str, Any]:
+def _read_switched_aux_loss(keys: ConfigKeys) -> dict[str, Any]:
     """Return the balancing loss as in transformers: its coefficient counts only with output_router_logits.
 
     Published configs name a coefficient and leave that false. DeepSeek's own code has no such switch.

@@ -9,7 +9,7 @@ from bundle.architectures.architecture import Architecture, VisionArchitecture
 from bundle.architectures.config import IRRELEVANT_KEYS, REQUIRED, ConfigKeys, read_rope
 
 MOST_BLOCKS, MOST_POSITIONS = 1024, 2**20
-_FULL_ATTENTION_BLOCK_INDICES = (
+_DEFAULT_FULL_ATTENTION_BLOCKS = (
     7,
     15,
     23,
@@ -78,7 +78,7 @@ def _read_vision_model(
         f"{role}_token": keys.read_optional_integer(f"{name}_token_id")
         for role, name in _TOKEN_KEY_PREFIX_BY_ROLE.items()
     }
-    nested, width = ConfigKeys(keys.read_mapping(_TOWER_KEY)), decoder.hidden_size
+    nested, width = ConfigKeys(keys.read_mapping_or_empty(_TOWER_KEY)), decoder.hidden_size
     nested.add_violation_unless(
         "out_hidden_size", width, reason=f"must be the decoder's hidden_size, {width}"
     )
@@ -109,7 +109,7 @@ def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
 
     Some versions of transformers have written both.
     """
-    nested = keys.read_mapping(_TEXT_KEY)
+    nested = keys.read_mapping_or_empty(_TEXT_KEY)
     if not nested:
         return keys
     for name, value in nested.items():
@@ -124,7 +124,7 @@ def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
 def _read_common_tower_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that the towers of all families have."""
     keys.read_number("initializer_range", 0.02, most=10.0)  # the decoder's counts
-    axial = ConfigKeys(keys.read_mapping("rope_parameters"))
+    axial = ConfigKeys(keys.read_mapping_or_empty("rope_parameters"))
     axial.add_violation_unless(
         "rope_type", "axial", reason="must be true: the tower rotates by height and by width"
     )
@@ -151,10 +151,10 @@ def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> Vis
     keys.add_violation_unless("in_chans", channels, reason=f"must be in_channels, {channels}")
     keys.add_violation_unless("spatial_patch_size", patch, reason=f"must be patch_size, {patch}")
     full_layers = tuple(
-        number for number in _FULL_ATTENTION_BLOCK_INDICES if number < common_fields["num_layers"]
+        number for number in _DEFAULT_FULL_ATTENTION_BLOCKS if number < common_fields["num_layers"]
     )
     if keys.has_value("fullatt_block_indexes"):
-        full_layers = keys.read_integers("fullatt_block_indexes")
+        full_layers = keys.read_integer_list_or_empty("fullatt_block_indexes")
     window, tokens_per_second = (
         keys.read_integer("window_size"),
         keys.read_integer("tokens_per_second", 4, least=0),
@@ -174,7 +174,7 @@ def _read_deepstack_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> Vi
         "hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is supported"
     )
     keys.read_value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
-    deepstack = keys.read_integers("deepstack_visual_indexes")
+    deepstack = keys.read_integer_list_or_empty("deepstack_visual_indexes")
     positions = keys.read_integer("num_position_embeddings", most=MOST_POSITIONS)
     return VisionArchitecture("qwen3_vl", positions=positions, deepstack=deepstack, **common_fields)
 
@@ -189,7 +189,7 @@ def list_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[Named
 
 def _list_windowed_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    yield "patch_embed.proj.weight", (hidden, *_get_spatiotemporal_patch_shape(vision))
+    yield "patch_embed.proj.weight", (hidden, *_get_channels_first_patch_shape(vision))
     for number in range(vision.num_layers):
         prefix = f"blocks.{number}"
         yield f"{prefix}.norm1.weight", (hidden,)
@@ -207,7 +207,7 @@ def _list_windowed_tower_tensors(vision: VisionArchitecture, width: int) -> Iter
 
 def _list_qwen3_vl_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    yield "patch_embed.proj.weight", (hidden, *_get_spatiotemporal_patch_shape(vision))
+    yield "patch_embed.proj.weight", (hidden, *_get_channels_first_patch_shape(vision))
     yield "patch_embed.proj.bias", (hidden,)
     yield "pos_embed.weight", (vision.positions, hidden)
     for number in range(vision.num_layers):
@@ -228,7 +228,7 @@ def _list_qwen3_vl_tower_tensors(vision: VisionArchitecture, width: int) -> Iter
         yield from _list_linear_tensors(f"{prefix}.linear_fc2", width, merged)
 
 
-def _get_spatiotemporal_patch_shape(vision: VisionArchitecture) -> tuple[int, ...]:
+def _get_channels_first_patch_shape(vision: VisionArchitecture) -> tuple[int, ...]:
     return vision.channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
 
 

@@ -54,7 +54,7 @@ _STACKED_EXPERT_NAMES = {
     "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
     "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
 }
-_LATENT_NAMES = {
+_NAME_BY_LATENT_MODULE = {
     "self_attention.linear_q_proj": "self_attn.q_proj",
     "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
     "self_attention.q_layernorm": "self_attn.q_a_layernorm",
@@ -110,7 +110,7 @@ class PublishedNames:
                 return f"{module}{name.removeprefix(published)}"
         return name
 
-    def find_layer_modules(self, module: str) -> tuple[str, ...]:
+    def list_layer_module_parts(self, module: str) -> tuple[str, ...]:
         """Return the published modules that a decoder layer's module is made of."""
         number = re.search(r"(?<=local_experts\.)\d+", module)
         if number is None:
@@ -123,10 +123,10 @@ def build_suffix(kind: str, *, stacked: bool) -> str:
     """Return the end of a published name, behind its module, for a kind of tensor such as weight."""
     if stacked:
         return "" if kind == "weight" else f"_{kind}"
-    return f".{_PUBLISHED_SUFFIX_BY_KIND.get(kind, kind)}"
+    return f".{_DEVIATING_SUFFIX_BY_KIND.get(kind, kind)}"
 
 
-_PUBLISHED_SUFFIX_BY_KIND = {
+_DEVIATING_SUFFIX_BY_KIND = {
     "expert_bias": "e_score_correction_bias",
     "softmax_offset": "sinks",
     "gate_weight": "weight",
@@ -174,18 +174,18 @@ PUBLISHED_NAMES: dict[str, PublishedNames] = {
     "qwen3_moe": PublishedNames("Qwen3MoeForCausalLM"),
     "deepseek_v2": PublishedNames(
         "DeepseekV2ForCausalLM",
-        _LAYER_NAMES | _LATENT_NAMES,
+        _LAYER_NAMES | _NAME_BY_LATENT_MODULE,
         config_defaults={"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "deepseek_v3": PublishedNames(
         "DeepseekV3ForCausalLM",
-        _LAYER_NAMES | _LATENT_NAMES,
+        _LAYER_NAMES | _NAME_BY_LATENT_MODULE,
         _DEEPSEEK_MTP,
         config_defaults=_NOAUX_TC_DEFAULTS,
     ),
     "kimi_k2": PublishedNames(
         "DeepseekV3ForCausalLM",
-        _LAYER_NAMES | _LATENT_NAMES,
+        _LAYER_NAMES | _NAME_BY_LATENT_MODULE,
         _DEEPSEEK_MTP,
         config_defaults=_NOAUX_TC_DEFAULTS,
     ),

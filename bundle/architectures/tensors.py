@@ -207,7 +207,7 @@ class Tensors:
             yield self.build_head()
         yield from self.build_tower()
 
-    def iterate_published(self) -> Iterator[Tensor]:
+    def iterate_in_publishing_order(self) -> Iterator[Tensor]:
         """Yield the published tensors in the order of writing: the entries of a stack stand together."""
         by_names: dict[tuple[str, ...], list[Tensor]] = {}
         for tensor in self:
@@ -294,7 +294,7 @@ class Tensors:
                 ]
         return copy_originals
 
-    def list_copies_to_write(self, source_names: Collection[str]) -> list[str]:
+    def list_copies_matching_source(self, source_names: Collection[str]) -> list[str]:
         """Return the copies to write of a model that began with tensors of the names `source_names`.
 
         They are the copies of the source; MTP layers that the source lacks have those of their family.
@@ -344,7 +344,7 @@ class _LayerBuilder(NamedTuple):
         kind = build_suffix(kind, stacked=stack is not None)
         published_names = (
             f"{self.published_prefix}{module_name}{kind}"
-            for module_name in self.names.find_layer_modules(module)
+            for module_name in self.names.list_layer_module_parts(module)
         )
         return Tensor(name, shape, tuple(published_names), rule, stack)
 
@@ -365,7 +365,7 @@ def _build_layer(
         yield from _build_latent_attention(a, builder, a.mla) if a.mla else _build_attention(a, builder)
     yield builder.build_tensor("pre_mlp_layernorm", (hidden,))
     if has_experts:
-        yield from _build_moe_tensors(a, builder, experts)
+        yield from _build_moe_layer_tensors(a, builder, experts)
     else:
         yield from _build_gated_mlp(builder, "mlp", hidden, a.ffn_hidden_size, bias=a.linear_bias)
 
@@ -484,7 +484,7 @@ def _build_gated_mlp(
         yield builder.build_tensor(f"{prefix}.linear_fc2", (hidden,), kind="bias", stack=stack)
 
 
-def _build_moe_tensors(
+def _build_moe_layer_tensors(
     a: Architecture, builder: _LayerBuilder, numbers: Iterable[int] | None
 ) -> Iterator[Tensor]:
     moe, hidden = a.moe, a.hidden_size

@@ -35,7 +35,7 @@ class Runtime(Protocol):
     def build_config_options(self, recipe: "Recipe") -> dict[str, Any]:
         """Return the TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
 
-    def needs_torch_fused_adam(self, recipe: "Recipe") -> bool:
+    def needs_torch_adam_fusion(self, recipe: "Recipe") -> bool:
         """Return whether torch's Adam, where megatron takes it, updates by torch's fused kernel."""
 
     def build_specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":

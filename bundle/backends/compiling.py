@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wrap_torch_compile(original: Callable[..., Any], is_eager: Callable[[], bool]) -> Callable[..., Any]:
+def exempt_megatron_from_compile(
+    original: Callable[..., Any], is_eager: Callable[[], bool]
+) -> Callable[..., Any]:
     """Return a `torch.compile` that runs megatron's functions as they are while `is_eager()`.
 
     It compiles all others. Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its

@@ -109,7 +109,7 @@ class DuplicatedLinear(torch.nn.Module):
         return sharded
 
 
-CLASS_BY_MLA_SUBMODULE: Mapping[str, type] = dict.fromkeys(
+CLASS_BY_MLA_DOWN_PROJECTION: Mapping[str, type] = dict.fromkeys(
     ("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear
 )
 """What specs without Transformer Engine would split, by its name in them."""
@@ -122,7 +122,7 @@ def adapt_spec(spec: Any, classes: Mapping[type, type], *, attention: type, norm
     DuplicatedLinear too. Raises what `replace_classes` raises.
     """
     norms = {WrappedTorchNorm: norm, FusedLayerNorm: norm}  # the second is taken where apex is installed
-    duplicated = {name: classes.get(layer, layer) for name, layer in CLASS_BY_MLA_SUBMODULE.items()}
+    duplicated = {name: classes.get(layer, layer) for name, layer in CLASS_BY_MLA_DOWN_PROJECTION.items()}
     return replace_classes(spec, {DotProductAttention: attention, **norms, **classes}, duplicated)
 
 
@@ -136,7 +136,7 @@ def replace_classes(
     Transformer Engine.
     """
     if isinstance(spec, type):
-        return _choose_replacement_class(spec, classes)
+        return _get_replacement_or_same_class(spec, classes)
     if isinstance(spec, functools.partial):
         arguments = {
             name: replace_classes(value, classes, classes_by_name) for name, value in spec.keywords.items()
@@ -169,7 +169,7 @@ def replace_classes(
     return spec
 
 
-def _choose_replacement_class(layer: type, classes: Mapping[type, type]) -> type:
+def _get_replacement_or_same_class(layer: type, classes: Mapping[type, type]) -> type:
     if layer in classes:
         return classes[layer]
     if layer.__module__.startswith("megatron.core.extensions."):

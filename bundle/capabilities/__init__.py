@@ -179,7 +179,7 @@ class VariableConflict(NamedTuple):
     reason: str
 
 
-class ModelMask(NamedTuple):
+class ModelInputMask(NamedTuple):
     """The mask that a model gets: none, or valid: bool [b, s] over whole sequences, True = token.
 
     The masks of post-processing are different ones (sequences.masks.Masks), and so are those of a kernel.
@@ -236,7 +236,7 @@ class Capabilities(NamedTuple):
     kernels: tuple[AttentionKernel, ...]
     auto_attention: KernelChoice
     fp8: tuple[Fp8Scaling, ...]
-    masks: tuple[ModelMask, ...]
+    masks: tuple[ModelInputMask, ...]
     environment: tuple[EnvVariable, ...]
     preferences: tuple[KernelPreference, ...] = ()
     resources: tuple[SchedulerResource, ...] = ()  # none where a device is nothing that a scheduler counts
@@ -313,7 +313,7 @@ class Capabilities(NamedTuple):
         unknown = [name for name in recipe.model.operators or () if name not in offered]
         return [f"{self.backend} has no operator {name}. {has}" for name in unknown]
 
-    def find_mask(self, model: str, layout: str) -> ModelMask:
+    def find_mask(self, model: str, layout: str) -> ModelInputMask:
         """Return the mask that a model of this kind takes in this layout."""
         return next(mask for mask in self.masks if (mask.model, mask.layout) == (model, layout))
 
@@ -409,9 +409,9 @@ CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron reads it on eve
 
 def find_capabilities(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:
     """Return what a backend (cpu, cuda, ascend) offers to a job with these features."""
-    from bundle.capabilities.ascend import ASCEND, MINDSPEED_CAPABILITIES
+    from bundle.capabilities.ascend import ASCEND, ASCEND_WITH_MINDSPEED
     from bundle.capabilities.cpu import CPU
     from bundle.capabilities.cuda import CUDA
 
-    ascend = MINDSPEED_CAPABILITIES if "mindspeed" in features else ASCEND
+    ascend = ASCEND_WITH_MINDSPEED if "mindspeed" in features else ASCEND
     return next(candidate for candidate in (CPU, CUDA, ascend) if candidate.backend == backend)

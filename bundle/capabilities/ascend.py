@@ -12,11 +12,11 @@ from bundle.capabilities import (
     Fp8Scaling,
     KernelChoice,
     LayerTraits,
-    ModelMask,
+    ModelInputMask,
     SchedulerResource,
     VariableConflict,
 )
-from bundle.fp8 import NUMBER_FORMATS, SCALINGS
+from bundle.fp8 import FORMAT_NAMES, SCALINGS
 
 _RESOURCE_NAME_SOURCE = (
     "MindCluster's ascend-device-plugin, with one name for A1, A2 and A3; a cluster names its own gres"
@@ -101,21 +101,21 @@ ASCEND = Capabilities(
         " backend_options.mindspeed). A2 and A3 cannot multiply 8-bit floats"
     ),
     masks=(
-        ModelMask("text", "thd", "none", "the ends of the sequences replace it"),
-        ModelMask(
+        ModelInputMask("text", "thd", "none", "the ends of the sequences replace it"),
+        ModelInputMask(
             "text",
             "bshd",
             "none",
             "padding stands at the end, where one compressed causal mask hides it; [b, 1, s, s] would take"
             " b s² bytes, and the kernel refuses [b, s]",
         ),
-        ModelMask(
+        ModelInputMask(
             "vlm",
             "thd",
             "valid",
             "the model finds its image tokens in it and packs by itself; it must not reach the kernel",
         ),
-        ModelMask(
+        ModelInputMask(
             "vlm",
             "bshd",
             "none",
@@ -179,7 +179,7 @@ ASCEND = Capabilities(
 )
 
 # The same devices where MindSpeed has put its layers under the names of Transformer Engine's.
-MINDSPEED_CAPABILITIES = ASCEND._replace(
+ASCEND_WITH_MINDSPEED = ASCEND._replace(
     layers=LayerTraits(
         fused_norms=True,
         grouped_experts=True,
@@ -197,7 +197,7 @@ MINDSPEED_CAPABILITIES = ASCEND._replace(
     fp8=tuple(
         Fp8Scaling(
             scaling,
-            NUMBER_FORMATS,
+            FORMAT_NAMES,
             "Atlas A5 (Ascend950)",
             lambda generation: generation == "a5",
             "A2 and A3 cannot multiply 8-bit floats, and MindSpeed itself does not refuse them",

@@ -8,8 +8,8 @@ from bundle.capabilities import (
     KernelChoice,
     LayerTraits,
 )
-from bundle.capabilities.cuda import CUDA, FLASH_ATTENTION, FUSED_ATTENTION, UNFUSED_ATTENTION
-from bundle.fp8 import NUMBER_FORMATS, SCALINGS
+from bundle.capabilities.cuda import CUDA, FLASH_ATTENTION, FUSED_ATTENTION_KERNEL, UNFUSED_ATTENTION
+from bundle.fp8 import FORMAT_NAMES, SCALINGS
 
 _KERNEL_IMPLEMENTATION_TEMPLATE = "torch's cpu kernels, with the refusals of {}"
 _FP8_SOURCE = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
@@ -40,7 +40,7 @@ CPU = Capabilities(
         )
         for kernel in (
             FLASH_ATTENTION,
-            FUSED_ATTENTION,
+            FUSED_ATTENTION_KERNEL,
             UNFUSED_ATTENTION._replace(sinks=("bshd", "thd", "cp")),
         )
     ),
@@ -48,7 +48,7 @@ CPU = Capabilities(
         "unfused", "supports every layout; on the CPU all three kernels cost the same"
     ),
     fp8=tuple(
-        Fp8Scaling(name, NUMBER_FORMATS, "any cpu", lambda generation: True, _FP8_SOURCE) for name in SCALINGS
+        Fp8Scaling(name, FORMAT_NAMES, "any cpu", lambda generation: True, _FP8_SOURCE) for name in SCALINGS
     ),
     masks=CUDA.masks,  # a model is given what it is given there
     environment=(
@@ -70,7 +70,7 @@ CPU = Capabilities(
 
 # The facade's replacements, as "module:attribute", and why: names that training steps and checkpoints of
 # megatron-core 0.12 .. 0.19 use and that fail or answer wrongly without a GPU. All other names are correct.
-REPLACEMENT_REASONS_BY_TARGET = {
+REPLACEMENT_REASON_BY_TORCH_NAME = {
     "torch.cuda:current_device": "every buffer and every random state is placed on it: it is the cpu",
     "torch.cuda:device": "tensor_parallel.random enters it to seed a device",
     "torch.cuda:synchronize": "timers, dispatchers and checkpoints wait for the device: cpu work is done",

@@ -12,11 +12,11 @@ from bundle.capabilities import (
     KernelChoice,
     KernelPreference,
     LayerTraits,
-    ModelMask,
+    ModelInputMask,
     Peak,
     SchedulerResource,
 )
-from bundle.fp8 import NUMBER_FORMATS
+from bundle.fp8 import FORMAT_NAMES
 
 if TYPE_CHECKING:
     from bundle.recipe import Recipe
@@ -49,13 +49,13 @@ FLASH_ATTENTION = AttentionKernel(
 )
 
 
-def _parse_capability(generation: str) -> tuple[int, ...]:
+def _parse_dotted_capability(generation: str) -> tuple[int, ...]:
     return tuple(map(int, generation.split(".")))
 
 
 def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width: int) -> str | None:
     """Return why cuDNN, through Transformer Engine, does not train with such heads on a device."""
-    capability = _parse_capability(generation)
+    capability = _parse_dotted_capability(generation)
     if layout == "thd" and capability < (9, 0):
         return f"supports packs only from compute capability 9.0 on, but this device is {generation}"
     if max(width, value_width) <= 128 or capability == (9, 0):
@@ -70,7 +70,7 @@ def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width
 
 # On an H200, thd heads of 192/128, 96/64 and 256/256 ran, while 576/512 went to the unfused kernel. Sinks by
 # get_attention_backend (002a3e57, 2.11): no packs, which 2.12 supports, and cp only with a2a.
-FUSED_ATTENTION = AttentionKernel(
+FUSED_ATTENTION_KERNEL = AttentionKernel(
     name="fused",
     implementation="cuDNN's attention, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
@@ -93,11 +93,11 @@ UNFUSED_ATTENTION = AttentionKernel(
 
 
 def _is_at_least(major: int, minor: int) -> Callable[[str], bool]:
-    return lambda generation: _parse_capability(generation) >= (major, minor)
+    return lambda generation: _parse_dotted_capability(generation) >= (major, minor)
 
 
-def _build_older_capability_check(major: int, minor: int) -> Callable[[str], bool]:
-    return lambda generation: _parse_capability(generation) < (major, minor)
+def _build_older_gpu_check(major: int, minor: int) -> Callable[[str], bool]:
+    return lambda generation: _parse_dotted_capability(generation) < (major, minor)
 
 
 _ONE_QUEUE_REASON = (
@@ -126,7 +126,7 @@ CUDA = Capabilities(
     device="cuda",
     collectives="nccl",
     layers=TRANSFORMER_ENGINE_LAYER_TRAITS,
-    kernels=(FLASH_ATTENTION, FUSED_ATTENTION, UNFUSED_ATTENTION),
+    kernels=(FLASH_ATTENTION, FUSED_ATTENTION_KERNEL, UNFUSED_ATTENTION),
     auto_attention=KernelChoice(
         "auto", "Transformer Engine chooses a kernel that supports the input, call by call"
     ),
@@ -147,38 +147,38 @@ CUDA = Capabilities(
     fp8=(
         Fp8Scaling(
             "delayed",
-            NUMBER_FORMATS,
+            FORMAT_NAMES,
             "compute capability 8.9 or newer",
             _is_at_least(8, 9),
             _FP8_SUPPORT_SOURCE,
         ),
         Fp8Scaling(
             "tensorwise",
-            NUMBER_FORMATS,
+            FORMAT_NAMES,
             "compute capability 8.9 or newer",
             _is_at_least(8, 9),
             _FP8_SUPPORT_SOURCE,
         ),
         Fp8Scaling(
             "blockwise",
-            NUMBER_FORMATS,
+            FORMAT_NAMES,
             "compute capability 9.0 or newer",
             _is_at_least(9, 0),
             _FP8_SUPPORT_SOURCE,
         ),
         Fp8Scaling(
             "mxfp8",
-            NUMBER_FORMATS,
+            FORMAT_NAMES,
             "compute capability 10.0 or 10.3",
             lambda capability: capability in ("10.0", "10.3"),
             f"{_FP8_SUPPORT_SOURCE}, which excludes 12.0; TransformerEngine#2304",
         ),
     ),
     masks=(
-        ModelMask("text", "thd", "none", "the boundaries of the sequences replace it"),
-        ModelMask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
-        ModelMask("vlm", "thd", "valid", "the model finds its image tokens in it and packs by itself"),
-        ModelMask("vlm", "bshd", "valid", "the model finds its image tokens in it"),
+        ModelInputMask("text", "thd", "none", "the boundaries of the sequences replace it"),
+        ModelInputMask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
+        ModelInputMask("vlm", "thd", "valid", "the model finds its image tokens in it and packs by itself"),
+        ModelInputMask("vlm", "bshd", "valid", "the model finds its image tokens in it"),
     ),
     resources=(
         SchedulerResource(
@@ -204,7 +204,7 @@ CUDA = Capabilities(
                 "1",
                 _ONE_QUEUE_REASON,
                 frozenset({axis}),
-                runs_on=_build_older_capability_check(10, 0),
+                runs_on=_build_older_gpu_check(10, 0),
             )
             for axis in ("tp", "cp")
         ),

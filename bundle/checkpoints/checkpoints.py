@@ -13,7 +13,7 @@ from bundle import files
 from bundle.architectures import identity
 from bundle.checkpoints import manifest, rng, state
 from bundle.checkpoints.directory import MEGATRON_FOLDER, CheckpointDirectory
-from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
+from bundle.distributed.world import run_and_all_gather_results, run_on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed
 from bundle.mcore import checkpoints as megatron_checkpoints
@@ -62,10 +62,10 @@ class Checkpoints:
         """
         self.poll(wait=True)
         self.engine.gather_weights()
-        partial = run_on_rank_0(lambda: self.directory.create_partial(train_state.step))
+        partial = run_on_rank_0(lambda: self.directory.create_sole_partial(train_state.step))
         engine = self.engine
         with self._clear_on_failure(partial):
-            run_on_all_ranks(lambda: self._write_rng_and_state(partial, train_state))
+            run_and_all_gather_results(lambda: self._write_rng_and_state(partial, train_state))
             with engine.runtime.megatron_calls():
                 if self.background:
                     writing = megatron_checkpoints.AsyncSave(
@@ -184,8 +184,8 @@ class Checkpoints:
     def _publish(self, step: int) -> None:
         partial, rank, size = self.directory.get_partial_path(step), dist.get_rank(), dist.get_world_size()
         names = run_on_rank_0(lambda: manifest.list_file_names(partial))
-        own_names = manifest.select_files_to_read(names, rank, size)
-        shares = run_on_all_ranks(
+        own_names = manifest.select_files_by_writer_rank(names, rank, size)
+        shares = run_and_all_gather_results(
             lambda: {name: manifest.compute_digest(partial / name, sync=True) for name in own_names}
         )
 
@@ -210,8 +210,10 @@ class Checkpoints:
         digests, reasons = run_on_rank_0(list_digests)
         if reasons:
             return reasons
-        own_names = manifest.select_files_to_read(sorted(digests), dist.get_rank(), dist.get_world_size())
-        shares = run_on_all_ranks(lambda: manifest.find_defects(directory, digests, own_names))
+        own_names = manifest.select_files_by_writer_rank(
+            sorted(digests), dist.get_rank(), dist.get_world_size()
+        )
+        shares = run_and_all_gather_results(lambda: manifest.find_defects(directory, digests, own_names))
         return [defect for share in shares for defect in share]
 
     def _load_into_engine(self, directory: Path) -> LoadedCheckpoint:

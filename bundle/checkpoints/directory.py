@@ -40,7 +40,7 @@ class CheckpointDirectory:
         )
         return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
-    def create_partial(self, step: int) -> Path:
+    def create_sole_partial(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of `step`; remove leftovers of other checkpoints."""
         self.root.mkdir(exist_ok=True)  # without parents: a run directory that vanished must not come back
         self.remove_leftovers()

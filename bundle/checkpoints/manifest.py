@@ -33,7 +33,7 @@ def list_file_names(directory: Path) -> list[str]:
     return sorted(name for name in relative_names if name != FILE_NAME)
 
 
-def select_files_to_read(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+def select_files_by_writer_rank(names: Iterable[str], rank: int, world_size: int) -> list[str]:
     """Return the files that `rank` reads: those it wrote by megatron's naming, or else every n-th.
 
     A rank finds the files that it wrote itself in the memory of its machine.

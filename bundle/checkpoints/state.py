@@ -87,7 +87,7 @@ def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
     return described | flags | {"beside": base_weights}
 
 
-def _format_adapters(adapters: Mapping[str, Any] | None) -> str:
+def _format_trained_weights(adapters: Mapping[str, Any] | None) -> str:
     if not adapters:
         return "all weights"
     parts = (f"{'base weights' if key == 'beside' else key}: {adapters[key]}" for key in sorted(adapters))
@@ -104,7 +104,7 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
     own_adapters = describe_adapters(recipe, loaded=loaded)
     if saved.adapters != own_adapters:
         saved_weights, recipe_weights = (
-            _format_adapters(adapters) for adapters in (saved.adapters, own_adapters)
+            _format_trained_weights(adapters) for adapters in (saved.adapters, own_adapters)
         )
         raise UsageError(
             f"{directory}: has {saved_weights}, but the recipe (model.lora) trains {recipe_weights}."

@@ -114,7 +114,7 @@ def main() -> None:
 
 
 # The errors of a pipe without a reader and of a closed terminal.
-_NO_READER_ERRORS = (errno.EPIPE, errno.EIO)
+_NO_READER_ERRNOS = (errno.EPIPE, errno.EIO)
 
 
 class NullFallbackFile(io.FileIO):
@@ -133,7 +133,7 @@ class NullFallbackFile(io.FileIO):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-            if error.errno not in _NO_READER_ERRORS and self.fileno() == 1:
+            if error.errno not in _NO_READER_ERRNOS and self.fileno() == 1:
                 message = f"standard output cannot be written: {error.strerror}"
                 if not self.may_fail:
                     raise JobFailed(message) from error

@@ -10,7 +10,7 @@ from bundle.architectures import Architecture
 from bundle.cli.request import JobRequest, Machines, plan_job
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
-from bundle.planning.inputs import find_input_problems
+from bundle.planning.inputs import find_input_output_problems
 from bundle.planning.plan import choose_hardware, raise_gravest_problem
 from bundle.recipe import Recipe, flatten, from_mapping
 from bundle.recipe.completion import list_shown_settings
@@ -26,7 +26,7 @@ SHORTEST_SEQUENCE_LENGTH = 64
 TARGET_PACK_LENGTH = 8192  # the pack length of the ready jobs (`recipes list`)
 MAX_PRETRAIN_LENGTH = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
 LARGEST_BATCH = 64
-LEAST_EPOCH_STEPS = 32  # the least steps of an epoch, where the data has as many samples
+TARGET_MIN_EPOCH_STEPS = 32  # the least steps of an epoch, where the data has as many samples
 MIN_STEP_SAMPLES_TO_LENGTHEN = 16  # samples of a step; with more, samples become longer
 
 
@@ -51,7 +51,7 @@ class TaskSpec:
     request: JobRequest = field(default_factory=JobRequest)
 
     @property
-    def generated_recipe_name(self) -> str:
+    def run_name(self) -> str:
         """The recipe's name: that of the run directory, if given, or else made of task and model."""
         output, suffix = self.request.run_directory, "-lora" if self.lora else ""
         text = output.absolute().name if output else f"{self.task}{suffix}-{Path(self.model).absolute().name}"
@@ -82,15 +82,21 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
     missing inputs, and JobFailed for corrupt rows and rows longer than the model's positions.
     """
     spec_choices = _choose_from_spec(spec)
-    draft = _compose_recipe(spec, spec_choices, _build_provisional_choices(SHORTEST_SEQUENCE_LENGTH))
+    draft = _compose_recipe_first_wins(
+        spec, spec_choices, _build_data_dependent_placeholders(SHORTEST_SEQUENCE_LENGTH)
+    )
     if not TASKS[spec.task].has_plain_text_rows:
         positions = draft.architecture.max_position_embeddings
-        draft = _compose_recipe(
-            spec, spec_choices, _build_provisional_choices(_compute_required_sample_length(positions, draft))
+        draft = _compose_recipe_first_wins(
+            spec,
+            spec_choices,
+            _build_data_dependent_placeholders(_compute_required_sample_length(positions, draft)),
         )
     length_choices = [*spec_choices, _choose_length(draft, _read_data(draft, spec.request))]
     corpus = _read_data(
-        _compose_recipe(spec, length_choices, _build_provisional_choices(SHORTEST_SEQUENCE_LENGTH)),
+        _compose_recipe_first_wins(
+            spec, length_choices, _build_data_dependent_placeholders(SHORTEST_SEQUENCE_LENGTH)
+        ),
         spec.request,
     )
     request = spec.request
@@ -100,15 +106,15 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
         devices = len(hardware.devices) or 1
     for layout in _propose_layouts(spec, draft.architecture, devices):
         try:
-            recipe = _compose_recipe(
-                spec, length_choices, layout, _build_provisional_choices(SHORTEST_SEQUENCE_LENGTH)
+            recipe = _compose_recipe_first_wins(
+                spec, length_choices, layout, _build_data_dependent_placeholders(SHORTEST_SEQUENCE_LENGTH)
             )
         except UsageError:
             if not layout:
                 raise
             continue  # these sizes do not divide the model
         choices = [*length_choices, _choose_batch_size(recipe, len(corpus.training), devices), *layout]
-        recipe = _compose_recipe(spec, choices)
+        recipe = _compose_recipe_first_wins(spec, choices)
         plan = plan_job(recipe, request, Machines(hardware=spec.hardware)).plan
         if plan.exit_code is not ExitCode.ENVIRONMENT_UNFIT:
             break
@@ -135,7 +141,7 @@ def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     """Return the choices in the user's values, and those that follow from the task alone."""
     epochs = DEFAULT_EPOCHS_BY_TASK[spec.task] if spec.epochs is None else spec.epochs
     choices = [
-        KeyChoice("name", spec.generated_recipe_name, "names the run directory"),
+        KeyChoice("name", spec.run_name, "names the run directory"),
         KeyChoice("task", spec.task, "the kind of training"),
         KeyChoice("model.path", spec.model, "--model"),
         KeyChoice("data.path", list(spec.data), "--data"),
@@ -151,12 +157,12 @@ def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     return choices
 
 
-def _build_provisional_choices(length: int) -> list[KeyChoice]:
+def _build_data_dependent_placeholders(length: int) -> list[KeyChoice]:
     """Return placeholders for the choices that depend on the data, enough to read the data."""
     return [KeyChoice("data.sequence_length", length, ""), KeyChoice("train.global_batch_size", 1, "")]
 
 
-def _compose_recipe(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
+def _compose_recipe_first_wins(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
     """Return the recipe of these choices; the user's values count first, then the first choice of a key."""
     values: dict[str, Any] = {}
     for choice in (choice for group in choices for choice in group if spec.leaves_open(choice.key)):
@@ -165,7 +171,7 @@ def _compose_recipe(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
         for section in sections:
             node = node.setdefault(section, {})
         node.setdefault(last, choice.value)
-    return from_mapping(values, f"recipe {spec.generated_recipe_name}", spec.request.overrides or ())
+    return from_mapping(values, f"recipe {spec.run_name}", spec.request.overrides or ())
 
 
 def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
@@ -175,7 +181,9 @@ def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
     # The recipe is not complete yet, so it cannot be compared with that of an earlier run there.
     run_problems = run.find_problems(recipe, Start(fresh=True))
     initial_weights = run.find_initial_weights(recipe, request.build_start())
-    raise_gravest_problem(recipe, [*find_input_problems(recipe, directory, initial_weights), *run_problems])
+    raise_gravest_problem(
+        recipe, [*find_input_output_problems(recipe, directory, initial_weights), *run_problems]
+    )
     from bundle.data import prepare
     from bundle.data.cache import choose_cross_run_cache_directory
     from bundle.data.loader import build_progress_callback
@@ -213,7 +221,7 @@ def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     if is_text or recipe.data.packed:
         while (
             2 * length <= max_length
-            and corpus.tokens >= 2 * length * LEAST_EPOCH_STEPS * MIN_STEP_SAMPLES_TO_LENGTHEN
+            and corpus.tokens >= 2 * length * TARGET_MIN_EPOCH_STEPS * MIN_STEP_SAMPLES_TO_LENGTHEN
         ):
             length *= 2
     return KeyChoice(key, length if recipe.data.packed else min(length, positions), reason)
@@ -225,10 +233,12 @@ def _choose_batch_size(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
     It is rounded up to a multiple for every replica.
     """
     batch = 1
-    while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * LEAST_EPOCH_STEPS:
+    while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * TARGET_MIN_EPOCH_STEPS:
         batch *= 2
     multiple = recipe.train.micro_batch_size_or_one
-    multiple *= recipe.parallel.compute_dp(devices) if recipe.parallel.fits(devices) else 1
+    multiple *= (
+        recipe.parallel.compute_dp(devices) if recipe.parallel.is_minimal_world_multiple(devices) else 1
+    )
     batch = -(-batch // multiple) * multiple
     reason = f"steps in an epoch of {samples:,} samples: {-(-samples // batch):,}"
     return KeyChoice("train.global_batch_size", batch, reason)

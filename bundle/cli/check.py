@@ -42,7 +42,7 @@ def check(
     directory, start = request.find_run_directory(job), request.build_start()
     run = RunDirectory(directory)
     # The data of a finished run may be checked again.
-    resumed_start = start.model_copy(update={"resume": resume or run.is_finished(job)})
+    resumed_start = start.model_copy(update={"resume": resume or run.has_required_results(job)})
     initial_weights, problems = run.describe_weights_and_problems(job, resumed_start)
     if hardware:
         plan_job(job, request, Machines(hardware=hardware), problems=problems).plan.raise_gravest_problem()
@@ -54,9 +54,9 @@ def check(
     from bundle.data.loader import build_progress_callback
 
     if job.task_traits.samples_answers:
-        from bundle.data.questions import prepare_questions
+        from bundle.data.questions import read_rl_prompts
 
-        questions = prepare_questions(job)
+        questions = read_rl_prompts(job)
         identity, counts = questions.identity, count_questions(questions)
         sample_texts, data_lines = decode_questions(questions, samples), format_question_lines(counts)
         left_out_lines = [
@@ -67,7 +67,7 @@ def check(
         corpus = prepare(job, choose_cross_run_cache_directory(job, directory), build_progress_callback())
         identity, counts = dict(corpus.identity), count_data(job, corpus)
         sample_texts, data_lines = decode_first_samples(job, corpus, samples), format_data_lines(job, counts)
-        left_out_lines, size = list(list_left_out_reasons(corpus)), len(corpus.training)
+        left_out_lines, size = list(list_skipped_and_long_rows(corpus)), len(corpus.training)
     disk_space = run.estimate_disk(with_epochs_as_steps(job, size))
     if as_json:
         document = {"weights": initial_weights, "settings": build_settings_json(job), **counts}
@@ -141,7 +141,7 @@ def _list_packing_advice(job: Recipe, filled: float) -> Iterator[str]:
     )
 
 
-def list_left_out_reasons(corpus: "Corpus") -> Iterator[str]:
+def list_skipped_and_long_rows(corpus: "Corpus") -> Iterator[str]:
     """Yield messages about the first rows that did not become tokens unchanged."""
     validation_sets = (
         (f"data.validation_sets.{name}: ", set_left_out)

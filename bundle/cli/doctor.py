@@ -33,8 +33,8 @@ def doctor(
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     installed_packages = packages.detect()
-    local_hardware, findings = examine(machine.get_local_machine(), installed_packages, backend)
-    findings = (*findings, *hook.iter_findings(hook.find_hooks(interpreters.list_own_sites())))
+    local_hardware, findings = examine(machine.build_local_machine(), installed_packages, backend)
+    findings = (*findings, *hook.list_ok_and_fault_findings(hook.find_hooks(interpreters.list_own_sites())))
     if acceptance and local_hardware is not None:
         _run_acceptance(local_hardware, installed_packages, findings, as_json)
         return
@@ -66,7 +66,7 @@ def _run_acceptance(
     for part in run_acceptance(hardware, findings, runs_directory):
         parts.append(part)
         if not as_json:
-            print(format_finding(part.build_finding(runs_directory)), flush=True)
+            print(format_finding(part.to_finding(runs_directory)), flush=True)
     if as_json:
         print(json.dumps(build_document(hardware, installed_packages, parts), indent=2))
     if any(part.result.wrong for part in parts):
@@ -82,7 +82,7 @@ def _describe_node_software(stack: InstalledPackages) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {
             package.name: f"{package.version}{f' at {package.commit}' if package.commit else ''}"
-            for package in stack.list_packages()
+            for package in stack.list_tracked_packages()
         },
     }
 

@@ -105,7 +105,7 @@ class AnswerPrinter:
         """Print the text of a token, unless it ends the answer or its last character is incomplete."""
         if token not in self._end_ids and not self._as_json:
             self._ids.append(token)
-            self._print(is_last=False)
+            self._print_complete_characters(is_last=False)
 
     def close(self, prompt: str, ids: Sequence[int]) -> None:
         """Print the rest of an answer with these tokens."""
@@ -113,10 +113,10 @@ class AnswerPrinter:
             answer = self._decode(ids[:-1] if ids and ids[-1] in self._end_ids else ids)
             print(json.dumps({"prompt": prompt, "answer": answer, "tokens": len(ids)}), flush=True)
             return
-        self._print(is_last=True)
+        self._print_complete_characters(is_last=True)
         print(flush=True)
 
-    def _print(self, *, is_last: bool) -> None:
+    def _print_complete_characters(self, *, is_last: bool) -> None:
         # A token's text depends on the one before it: a tokenizer drops a space at the beginning.
         old = self._decode(self._ids[self._text_start : self._printed])
         new = self._decode(self._ids[self._text_start :])

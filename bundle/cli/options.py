@@ -154,7 +154,7 @@ LogLevel = Annotated[
         metavar="LEVEL",
         callback=_set_log_level,
         help=(
-            f"{', '.join(log.LEVEL_NAMES)}: lowest level to print. Default: ${log.LEVEL_VARIABLE}, else"
+            f"{', '.join(log.LEVEL_CHOICES)}: lowest level to print. Default: ${log.LEVEL_VARIABLE}, else"
             f" {log.DEFAULT_LEVEL}."
         ),
     ),

@@ -13,7 +13,7 @@ from bundle.environment import BACKENDS, interpreters, packages
 from bundle.environment.packages import InstalledPackages
 from bundle.errors import ExitCode
 from bundle.patches import Decision, PatchAction, hook
-from bundle.patches.entry import NO_CALLER_ASSUMPTION, add_universal_features, parse_features
+from bundle.patches.entry import NO_CALLER_ASSUMPTION, parse_features, parse_job_features_or_all
 from bundle.patches.hook import HookArguments
 from bundle.patches.megatron_core import (
     find_installed_or_default_core,
@@ -121,7 +121,7 @@ def verify(
             command = " ".join(
                 ["mcore-bundle patches verify", *(ids or ()), "--backend", local_hardware.backend]
             )
-            combination = compatibility.build_combination(
+            combination = compatibility.build_proven_combination(
                 packages.detect(), local_hardware.backend, device, [f"patches {proven}"], command
             )
             extra_fields["combination"] = combination.model_dump(mode="json")
@@ -143,7 +143,7 @@ def list_(as_json: options.JSON_OPTION = False) -> None:
     rows += [
         ("facade", target, "", f"{backend}: {why}", "")
         for backend, facade in (
-            ("cpu", cpu.REPLACEMENT_REASONS_BY_TARGET),
+            ("cpu", cpu.REPLACEMENT_REASON_BY_TORCH_NAME),
             ("ascend", ascend.REPLACEMENT_REASONS_BY_TARGET),
         )
         for target, why in facade.items()
@@ -169,9 +169,9 @@ def new(
     patch_id: Annotated[str, typer.Argument(metavar="ID", help="Words with dashes, like mtp-zero-layers.")],
 ) -> None:
     """Write the files that a new patch starts from, in a checkout of this project."""
-    from bundle.patches.scaffold import create_patch_files
+    from bundle.patches.scaffold import create_bundle_patch_files
 
-    print(create_patch_files(patch_id, Path.cwd()))
+    print(create_bundle_patch_files(patch_id, Path.cwd()))
 
 
 def _read_recipe_features_and_backend(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
@@ -257,7 +257,7 @@ def enable(
         patch_survey, _ = external_program.plan_patches(
             stack, arguments.features, vouched=arguments.vouched, allowed=arguments.allowed, backend=backend
         )
-        used_features = add_universal_features(arguments.features)
+        used_features = parse_job_features_or_all(arguments.features)
         messages = [
             *external_program.format_plan_lines(patch_survey),
             *external_program.list_unfixed_defect_warnings(patch_survey, used_features),

@@ -17,8 +17,8 @@ from bundle.patches.entry import (
     NO_CALLER_ASSUMPTION,
     DefectKind,
     Patch,
-    add_universal_features,
     format_non_implicit_features,
+    parse_job_features_or_all,
 )
 from bundle.patches.hook import Hook, HookArguments
 from bundle.patches.megatron_core import (
@@ -34,7 +34,7 @@ _INDENT = " " * 13
 
 def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
     """Print the silent defects; end with 4 where one reaches the jobs."""
-    used_features, table = add_universal_features(features.split(",")), load_review_table()
+    used_features, table = parse_job_features_or_all(features.split(",")), load_review_table()
     stack = InstalledPackages(interpreters.reconstruct_search_path(env)) if env else packages.detect()
     if (
         not env
@@ -126,7 +126,7 @@ def _format_lines(
     audit_report: Audit, used_features: frozenset[str] | None, hooks: Iterable[Hook]
 ) -> list[str]:
     lines = [str(audit_report.core), *map(_format_framework, audit_report.frameworks)]
-    for finding in hook.iter_findings(hooks):
+    for finding in hook.list_ok_and_fault_findings(hooks):
         remedy = finding.fix or "the results below hold without them"
         lines.append(f"{finding.subject}: {finding.cause}; {remedy}")
     silent, errors, slow = ([d for d in audit_report.defects if d.entry.kind is kind] for kind in DefectKind)

@@ -68,7 +68,7 @@ def plan(
     run_command = start_command = ""
     if job_plan.exit_code is ExitCode.OK:
         if job:
-            files.write_text(job, planned.decide().to_text())
+            files.write_text(job, planned.to_job().to_text())
             arguments = ["train", f"--job={job}"]
         else:
             # The named machine may have another backend than the default of a command there.

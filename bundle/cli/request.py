@@ -75,7 +75,7 @@ class PlannedJob:
     fresh: bool
     record: ImageContents
 
-    def decide(self) -> "Job":
+    def to_job(self) -> "Job":
         """Return the job. Raise what a plan with problems raises."""
         from bundle.launch.job import from_plan  # a printed plan does not need it
 

@@ -7,7 +7,7 @@ import typer
 
 from bundle.cli import options
 from bundle.environment import compatibility, hardware
-from bundle.environment.compatibility import EMULATED_DEVICE, PYTHON, Combination, CombinationAdvice
+from bundle.environment.compatibility import EMULATED_ACCELERATOR, PYTHON_KEY, Combination, CombinationAdvice
 from bundle.errors import EnvironmentUnfit
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -37,12 +37,12 @@ def resolve(
 
 
 def _format_pip_constraints(combination: Combination, answer: CombinationAdvice, mcore: str) -> list[str]:
-    lines = [f"# seen together on {combination.backend}, Python {combination.packages[PYTHON]}:"]
+    lines = [f"# seen together on {combination.backend}, Python {combination.packages[PYTHON_KEY]}:"]
     for listed in (combination, *answer.same_versions):
         source = f", {listed.source}" if listed.source else ""
         lines.append(f"#   {listed.device}, {listed.date}{source}: {listed.command}")
         lines += [f"#     {proof}" for proof in listed.proven]
-    if combination.device == EMULATED_DEVICE:
+    if combination.device == EMULATED_ACCELERATOR:
         lines.append("# emulated: the vendor's libraries were stand-ins, and nothing ran on a device")
     lines += [
         f"# not this: {_format_unproven_image_pins(image)}" for image in answer.images if image.unproven
@@ -69,7 +69,7 @@ def _list_pins(combination: Combination, mcore: str) -> list[tuple[str, str, str
 def _format_combination(combination: Combination) -> str:
     pins = ", ".join(f"{name} {version}" for name, version in compatibility.build_pins(combination).items())
     return (
-        f"{combination.backend}: {pins}, Python {combination.packages[PYTHON]}"
+        f"{combination.backend}: {pins}, Python {combination.packages[PYTHON_KEY]}"
         f" ({combination.device}, {combination.command})"
     )
 

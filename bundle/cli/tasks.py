@@ -8,9 +8,9 @@ import typer
 
 from bundle.cli import ignore_stdout_write_errors, options
 from bundle.cli.building import BuiltRecipe, TaskSpec, build_recipe
-from bundle.cli.check import count_data, format_data_lines, list_left_out_reasons, print_left_out_rows
+from bundle.cli.check import count_data, format_data_lines, list_skipped_and_long_rows, print_left_out_rows
 from bundle.cli.request import JobRequest, expand_options
-from bundle.cli.train import decide_job, put_megatron_on_path, run_job
+from bundle.cli.train import apply_and_clear_mcore, decide_job, run_job
 from bundle.errors import UsageError
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import discover
@@ -39,7 +39,7 @@ def build_app(task: str, help_text: str) -> typer.Typer:
 
 def run_task(spec: TaskSpec, *, fresh: bool) -> None:
     """Build the recipe of a task, train it on this machine's devices, and print where the result is."""
-    spec = replace(spec, request=put_megatron_on_path(spec.request))
+    spec = replace(spec, request=apply_and_clear_mcore(spec.request))
     rendezvous = discover(os.environ)
     if rendezvous.is_rank or rendezvous.nodes > 1:
         raise UsageError(
@@ -49,9 +49,9 @@ def run_task(spec: TaskSpec, *, fresh: bool) -> None:
     built = build_recipe(spec)
     job = decide_job(built.recipe, spec.request, rendezvous, fresh=fresh)
     print("\n".join(_format_choices_and_data(built)), flush=True)
-    print_left_out_rows(list_left_out_reasons(built.corpus))
+    print_left_out_rows(list_skipped_and_long_rows(built.corpus))
     run_job(job, rendezvous)
-    print("\n".join(_format_result(job)))
+    print("\n".join(_format_trained_model_hints(job)))
 
 
 def _format_choices_and_data(built: BuiltRecipe) -> list[str]:
@@ -62,7 +62,7 @@ def _format_choices_and_data(built: BuiltRecipe) -> list[str]:
     return [*lines, *format_data_lines(built.recipe, counts)]
 
 
-def _format_result(job: Job) -> list[str]:
+def _format_trained_model_hints(job: Job) -> list[str]:
     """Return lines about the trained model: its place, and commands to use it."""
     run, lines = RunDirectory(job.directory), []
     if export := job.recipe.checkpoint.export:

@@ -82,7 +82,7 @@ def train(
         raise UsageError("give exactly one of these: a recipe or --job FILE")
     if not dry_run:
         ignore_stdout_write_errors()  # the run directory has all results
-    request = put_megatron_on_path(request)
+    request = apply_and_clear_mcore(request)
 
     def discover_rendezvous(planned_nodes: int) -> Rendezvous:
         node_rendezvous = discover(
@@ -110,7 +110,7 @@ def train(
             _run_rank_and_exit(
                 node_rendezvous, lambda: job_file.decide_patches(decided_job), decided_job, wait
             )
-        _check_node_fitness_for_job(decided_job, node_rendezvous, node_rendezvous.nodes - spares)
+        _check_local_node_requirements(decided_job, node_rendezvous, node_rendezvous.nodes - spares)
     else:
         loaded_recipe = request.load_recipe(recipe)
         node_rendezvous = discover_rendezvous(loaded_recipe.devices.nodes)
@@ -161,7 +161,7 @@ def decide_job(
     problems += () if is_dry else _find_package_problems()
     request = replace(request, devices_per_node=rendezvous.per_node or request.devices_per_node)
     machines = Machines(nodes=rendezvous.nodes - spares)
-    return plan_job(recipe, request, machines, fresh=fresh, problems=problems).decide()
+    return plan_job(recipe, request, machines, fresh=fresh, problems=problems).to_job()
 
 
 def run_job(
@@ -176,10 +176,10 @@ def run_job(
 ) -> None:
     """Run this node's ranks of a job to their end, or print that its run is finished."""
     run = RunDirectory(job.directory)
-    files.restrict_umask_to_group()
+    files.restrict_umask_to_group_read()
     is_resumed = run.decide_resume(job.recipe, job.start)
     with _announce_start_and_end(job, rendezvous, has_events=has_events):
-        if is_resumed and run.is_finished(job.recipe):
+        if is_resumed and run.has_required_results(job.recipe):
             print(run.format_finished_run_advice(), file=sys.stderr if has_events else sys.stdout)
             return
         if rendezvous.node_rank == 0:
@@ -188,7 +188,7 @@ def run_job(
         if preflight:
             # Several nodes also meet in preflight, where nobody tells them that node 0 was refused.
             with run.hold_lock() if rendezvous.nodes == 1 else nullcontext():
-                unfit_reason = _run_preflight(job, run, rendezvous, wait, spares)
+                unfit_reason = _describe_preflight_defects(job, run, rendezvous, wait, spares)
         _run_ranks(job, run, rendezvous, wait, restarts, spares, unfit_reason, has_events=has_events)
 
 
@@ -221,7 +221,9 @@ def _announce_start_and_end(job: Job, rendezvous: Rendezvous, *, has_events: boo
         events.print_event("end", **event_fields, code=int(code))
 
 
-def _run_preflight(job: Job, run: RunDirectory, rendezvous: Rendezvous, wait: int, spares: int) -> str:
+def _describe_preflight_defects(
+    job: Job, run: RunDirectory, rendezvous: Rendezvous, wait: int, spares: int
+) -> str:
     """Return preflight's defects of this node, where the job has spare nodes.
 
     Raise EnvironmentUnfit with the defects of all nodes where the job has no spare node.
@@ -260,7 +262,7 @@ def _run_ranks(
         job = replace(decided_job, start=decided_job.start.model_copy(update={"fresh": is_fresh}))
         with _lock_run_directory(run, placement):
             launch = replace(job_file.build_launch(job, placement, wait), has_events=has_events)
-            process.run(launch, os.environ, alive)
+            process.run_ranks_once(launch, os.environ, alive)
 
     def get_progress() -> object:
         return find_newest_checkpoint(decided_job.directory)
@@ -316,7 +318,7 @@ def _refuse_impossible_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous
     return rendezvous
 
 
-def put_megatron_on_path(request: JobRequest) -> JobRequest:
+def apply_and_clear_mcore(request: JobRequest) -> JobRequest:
     """Put the megatron-core of --mcore where this process and its ranks import it; return the other options.
 
     Raise UsageError for a version that is not installed, and for a tree that would not be imported.
@@ -350,7 +352,7 @@ def _run_rank_and_exit(rendezvous: Rendezvous, decide: Callable[[], Job], job: J
     raise typer.Exit(int(run_rank(rendezvous, decide, job, wait)))
 
 
-def _check_node_fitness_for_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
+def _check_local_node_requirements(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
     """Raise the problems that keep this node from executing a job file."""
     if nodes != job.nodes:
         raise UsageError(
@@ -384,7 +386,7 @@ def _find_ranks_per_node_problems(per_node: int | None, rendezvous: Rendezvous) 
 
 def _find_package_problems() -> list[Problem]:
     """Return the problems of a rank at its first import, on any backend."""
-    local_machine = machine.get_local_machine()
+    local_machine = machine.build_local_machine()
     findings = check_packages(
         packages.detect(),
         hardware.detect("cpu", local_machine),

@@ -123,7 +123,7 @@ def _format_search(base: Plan, search: Search, speeds: dict[int, float], best: i
         measured = f", {speeds[number]:,.0f} measured" if number in speeds else ""
         mark = "*" if number == best else " "
         yield (
-            f"{mark}{number + 1:<11} {candidate.tokens_per_second:,.0f} tokens/s{measured},"
+            f"{mark}{number + 1:<11} {candidate.predicted_tokens_per_second:,.0f} tokens/s{measured},"
             f" {candidate.time.total:.3g} s a step, {format_bytes(candidate.plan.fullest_rank_bytes)}:"
             f" {describe_layout(candidate.plan.recipe)}"
         )
@@ -148,7 +148,7 @@ def _to_json(search: Search, speeds: dict[int, float], best: int, changes: Seque
                 "parallel": candidate.plan.recipe.parallel.dump(),
                 "micro_batch_size": candidate.plan.recipe.train.micro_batch_size,
                 "bytes": candidate.plan.fullest_rank_bytes,
-                "tokens_per_second": candidate.tokens_per_second,
+                "tokens_per_second": candidate.predicted_tokens_per_second,
                 "measured_tokens_per_second": speeds.get(number),
                 "seconds": candidate.time._asdict(),
             }

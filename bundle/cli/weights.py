@@ -128,7 +128,7 @@ def export_(
             " Put the tokenizer back, or export in the directory where the run was started. Or name a"
             " directory with config and tokenizer with --like DIR"
         )
-    refuse_overlap_and_foreign_files(out, model.sources, force=force)
+    refuse_overlap_and_foreign_files(out, model.source_directories, force=force)
     dtype_name = dtype or (job.model.dtype if job else "bf16")
     from bundle.models import conversion
 
@@ -254,13 +254,13 @@ def _open_comparable_tensors(path: Path, other: Path) -> "TensorSource":
     """
     from bundle.architectures.tensors import Tensors
     from bundle.models.conversion import (
-        HuggingFacePublishedTensors,
+        HuggingFaceDirectoryTensors,
         TorchDistMegatronTensors,
         TorchDistPublishedTensors,
     )
 
     if (weights := pretrained.find_weights_ignoring_architecture(path)) is not None:
-        return HuggingFacePublishedTensors(weights)
+        return HuggingFaceDirectoryTensors(weights)
     checkpoint, job = find_checkpoint(path, None, verified=False)
     _refuse_adapters(checkpoint, job)
     other_weights = pretrained.find_weights_ignoring_architecture(other)

@@ -31,14 +31,14 @@ from bundle.data.store import (
 from bundle.data.tokenization import Encoding
 from bundle.data.tokenizers import Tokenizer
 from bundle.errors import JobFailed
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.recipe import Recipe
 from bundle.recipe.datafiles import MEGATRON, DataFile
 
 _log = logging.getLogger(__name__)
 
 STORE_FORMAT = 9  # of the files of a store, and of what their names are made from
-NEIGHBOUR_RUNS_CACHE_NAME = ".tokens"
+SHARED_TOKENS_DIRECTORY_NAME = ".tokens"
 # Keys that tokens do not depend on, or that other facts in the store's name already cover.
 _EXCLUDED_KEYS = {"path", "weights", "tokenizer", "sequence_length", "packed"}
 _EXCLUDED_KEYS |= {"validation", "validation_sets", "cache"}
@@ -54,7 +54,7 @@ def choose_cross_run_cache_directory(recipe: Recipe, run: Path) -> Path:
     """
     if recipe.data.cache is not None:
         return Path(recipe.data.cache)
-    shared_directory = run.absolute().parent / NEIGHBOUR_RUNS_CACHE_NAME
+    shared_directory = run.absolute().parent / SHARED_TOKENS_DIRECTORY_NAME
     with suppress(OSError):
         shared_directory.mkdir(parents=True, exist_ok=True)
     return shared_directory if os.access(shared_directory, os.W_OK | os.X_OK) else run / "data"
@@ -118,7 +118,7 @@ def _open_or_write_store(
             processor
             and [asdict(processor), sorted({str(source.path.parent.resolve()) for source in sources})],
         ]
-    path = directory / f"tokens-{digest_json([STORE_FORMAT, facts])}"
+    path = directory / f"tokens-{compute_short_json_digest([STORE_FORMAT, facts])}"
     if store := open_store(path):
         return store
     with _hold_store_lock(path, progress):
@@ -157,7 +157,7 @@ def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
             lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("a"))
             tokens_path, seen_bytes = build_partial_path(path) / "tokens.bin", -1
             while not _try_lock(lock):
-                written = _get_file_size(tokens_path)
+                written = _get_size_or_zero(tokens_path)
                 if seen_bytes < 0:
                     _log.info("%s: waiting for another process, which writes the same tokens", path)
                 if written > seen_bytes:
@@ -169,7 +169,7 @@ def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
         yield  # the lock goes with the file, and with the process, however it ends
 
 
-def _get_file_size(path: Path) -> int:
+def _get_size_or_zero(path: Path) -> int:
     """Return the size of a file [bytes]; 0 where there is none.
 
     Another process may remove the file at any time.
@@ -198,7 +198,9 @@ def _digest_files(directory: Path, sources: Sequence[DataFile], progress: Progre
 
     The files are read once; later calls find the digest by the files' paths, sizes and times.
     """
-    digest_path = directory / f"files-{digest_json(_list_stats(source.path for source in sources))}"
+    digest_path = (
+        directory / f"files-{compute_short_json_digest(_list_stats(source.path for source in sources))}"
+    )
     if (
         digest_path.exists()
         and digest_path.stat().st_uid in (os.geteuid(), 0)

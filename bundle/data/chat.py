@@ -125,7 +125,7 @@ class ChatTemplate:
     def prepare_render_request(self, conversation: Conversation) -> tuple[str, Conversation]:
         """Return the conversation with the request for its rendering."""
         messages, turns = conversation.messages, list(conversation.learned_turns)
-        return _build_request(messages=messages, tools=conversation.tools, turns=turns), conversation
+        return _format_json_request(messages=messages, tools=conversation.tools, turns=turns), conversation
 
     def draft(
         self, prepared: Sequence[tuple[str, Conversation]]
@@ -150,7 +150,7 @@ class ChatTemplate:
 
         Raise CorruptData where the template refuses the messages.
         """
-        (reply,) = self._renderer.render_requests([_build_request(messages=messages, prompt=True)])
+        (reply,) = self._renderer.render_requests([_format_json_request(messages=messages, prompt=True)])
         if "corrupt" in reply:
             raise CorruptData(reply["corrupt"])
         ((text, parts, _),) = reply["samples"]
@@ -171,7 +171,7 @@ class ChatTemplate:
             yield TokenDocument(ids, learned)
 
 
-def _build_request(**values: Any) -> str:
+def _format_json_request(**values: Any) -> str:
     """Return the values as JSON; what a template cannot read, such as bytes, is its type's name."""
     return json.dumps(values, default=lambda value: f"<{type(value).__name__}>")
 

@@ -14,7 +14,7 @@ from bundle.recipe.data import Data, Fields, RowFormat
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that may be called
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ALLOWED_ROLES = ("system", "developer", "user", "assistant", "tool")
 # The roles' names in ShareGPT, ms-swift and OpenAI's older format.
 ROLE_ALIASES = {
     "human": "user",
@@ -141,7 +141,7 @@ def build_conversation(
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
         raise CorruptData("no turn to train on: the assistant messages have weight 0")
-    conversation_media = media.extract_media(messages, media.find_columns_by_kind(values, data.fields))
+    conversation_media = media.pop_media(messages, media.find_columns_by_kind(values, data.fields))
     return Conversation(messages, turns, _read_tools(values, data.fields.tools), conversation_media)
 
 
@@ -310,10 +310,10 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
     if role in CALL_ROLES:
         role, content, rest["tool_calls"] = "assistant", None, content
     role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
+    if role not in ALLOWED_ROLES:
         raise CorruptData(
-            f"{field_path}: must be an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]},"
-            f" but is {format_value(raw_message)}"
+            f"{field_path}: must be an object with the role"
+            f" {', '.join(ALLOWED_ROLES[:-1])} or {ALLOWED_ROLES[-1]}, but is {format_value(raw_message)}"
         )
     if weights := {name: rest.pop(name) for name in WEIGHT_KEYS if name in rest}:
         keys, first = " and ".join(weights), next(iter(weights.values()))

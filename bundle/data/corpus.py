@@ -17,11 +17,11 @@ from bundle.data.processing import MediaProcessor
 from bundle.data.samples import (
     ORDER_GENERATOR,
     Blend,
-    PackSamples,
     RowSamples,
     SampleBatch,
     Samples,
     Spans,
+    VariableLengthPackSamples,
     WindowSamples,
     choose_held_out,
     join_samples,
@@ -40,10 +40,10 @@ from bundle.data.tokenizers import (
     load_tokenizer,
 )
 from bundle.errors import UsageError, format_count
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.recipe.data import BYTE_VOCABULARY
-from bundle.recipe.datafiles import MEGATRON, STDLIB_PATH_KEYWORD, expand, format_python_version
+from bundle.recipe.datafiles import MEGATRON, STDLIB_CORPUS_KEYWORD, expand, format_python_version
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 VALIDATION_SPLIT_PIECE_SEQUENCES = 16
@@ -114,17 +114,19 @@ class Corpus:
         end_ids: set[int] = set()
         for store in self.stores:
             for start, length in zip(
-                store.starts[:_END_TOKEN_DOCUMENTS], store.lengths[:_END_TOKEN_DOCUMENTS], strict=True
+                store.document_starts[:_END_TOKEN_DOCUMENTS],
+                store.lengths[:_END_TOKEN_DOCUMENTS],
+                strict=True,
             ):
                 places = np.arange(start, start + length)
                 end_ids |= find_end_tokens(store.ids[places], read_loss_mask(store, places), self.tokenizer)
         return frozenset(end_ids)
 
     @functools.cached_property
-    def conditional_byte_entropy(self) -> float | None:
+    def conditional_byte_entropy_nats(self) -> float | None:
         """The entropy of a byte given the one before it [nats]; None where tokens are not bytes of text."""
         return (
-            _compute_conditional_byte_entropy([store.ids for store in self.stores])
+            _compute_conditional_entropy_nats([store.ids for store in self.stores])
             if self.is_byte_text
             else None
         )
@@ -247,7 +249,7 @@ def _build_identity(
     recipe: Recipe, files: int, tokenizer: Tokenizer, stores: Sequence[Store]
 ) -> dict[str, str]:
     identity = {"files": str(files), "tokenizer": tokenizer.identity}
-    identity |= {"stdlib": format_python_version()} if STDLIB_PATH_KEYWORD in recipe.data.path else {}
+    identity |= {"stdlib": format_python_version()} if STDLIB_CORPUS_KEYWORD in recipe.data.path else {}
     identity |= {"tokens": _digest_tokens(stores), "order": ORDER_GENERATOR}
     if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
         capacity, multiple = _compute_document_capacity_and_multiple(recipe)
@@ -272,7 +274,7 @@ def _count_rows_by_format(stores: Sequence[Store]) -> dict[str, int]:
 def _digest_tokens(stores: Sequence[Store]) -> str:
     """Return a digest of the tokens of some stores."""
     digests = [store.facts["sha256"] for store in stores]
-    return digests[0] if len(digests) == 1 else digest_json(digests)
+    return digests[0] if len(digests) == 1 else compute_short_json_digest(digests)
 
 
 def _compute_document_capacity_and_multiple(recipe: Recipe) -> tuple[int, int]:
@@ -301,7 +303,7 @@ def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
 
     All documents of one row are on the same side.
     """
-    spans, rows = Spans(store.starts, store.lengths), store.document_row_numbers
+    spans, rows = Spans(store.document_starts, store.lengths), store.document_row_numbers
     if recipe.task_traits.has_plain_text_rows:
         spans = spans.split_by_max_length(
             _compute_max_document_length(recipe)
@@ -333,7 +335,7 @@ def _build_samples(
             list_sample_sequences(pack, documents_per_sample)
             for pack in pack_best_fit(sizes, capacity * documents_per_sample)
         ]
-        samples = PackSamples(
+        samples = VariableLengthPackSamples(
             store, spans, packs, first_document=first_document, processor=MediaProcessor.from_recipe(recipe)
         )
     elif not recipe.task_traits.has_plain_text_rows:
@@ -365,7 +367,7 @@ def _build_samples(
     return samples
 
 
-def _compute_conditional_byte_entropy(texts: Sequence[NDArray[Any]]) -> float:
+def _compute_conditional_entropy_nats(texts: Sequence[NDArray[Any]]) -> float:
     """Return H(next | previous) of the texts' own pair counts [nats per byte].
 
     The end of a text counts as a byte.
@@ -385,7 +387,7 @@ def _compute_entropy(counts: NDArray[np.int64]) -> float:
 
 
 LEARNED_TEXT_MARKERS = ("⟦", "⟧")
-_MAX_SHOWN_TOKENS = 400  # tokens of a sample that are shown
+_SAMPLE_PREVIEW_TOKENS = 400  # tokens of a sample that are shown
 
 
 @dataclass(frozen=True)
@@ -424,7 +426,7 @@ class Inspection:
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     """Return the counts from the token store alone. Raise what `with_epochs_as_steps` raises."""
     train, count = with_epochs_as_steps(recipe, len(corpus.training)).train, len(corpus.training)
-    rows = recipe.micro_batch_rows // train.micro_batch_size_or_one
+    rows = recipe.micro_batch_full_rows // train.micro_batch_size_or_one
     sample_counts = {name: len(samples) for name, samples in corpus.validation.items()}
     held_out = sample_counts.pop(VALIDATION_LOSS_NAME, 0)
     store_pictures = [store.pictures for store in corpus.stores if store.pictures is not None]
@@ -494,7 +496,7 @@ def _decode_row(batch: SampleBatch, row: int, tokenizer: Tokenizer) -> str:
     for end in ends:
         texts.append(_decode_text(ids[begin:end], learned[begin:end], tokenizer))
         begin = end
-        if begin >= _MAX_SHOWN_TOKENS and end != ends[-1]:
+        if begin >= _SAMPLE_PREVIEW_TOKENS and end != ends[-1]:
             texts.append(f"... {len(ends) - len(texts)} sequences more")
             break
     return "\n\n".join(texts)
@@ -504,9 +506,9 @@ def _decode_text(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> s
     while len(ids) > 1 and not learned[len(ids) - 1] and ids[-1] == ids[-2] == tokenizer.end_of_text:
         ids = ids[:-1]  # padding
     shown = ""
-    for is_learned, run in groupby(range(min(len(ids), _MAX_SHOWN_TOKENS)), key=lambda at: learned[at]):
+    for is_learned, run in groupby(range(min(len(ids), _SAMPLE_PREVIEW_TOKENS)), key=lambda at: learned[at]):
         text = tokenizer.decode([ids[at] for at in run])
         shown += f"{LEARNED_TEXT_MARKERS[0]}{text}{LEARNED_TEXT_MARKERS[1]}" if is_learned else text
     return shown + (
-        f" ... {len(ids) - _MAX_SHOWN_TOKENS} tokens more" if len(ids) > _MAX_SHOWN_TOKENS else ""
+        f" ... {len(ids) - _SAMPLE_PREVIEW_TOKENS} tokens more" if len(ids) > _SAMPLE_PREVIEW_TOKENS else ""
     )

@@ -28,7 +28,7 @@ class Format(Generic[T]):
         """Return whether a row has all fields; null is missing, as in a table."""
         return all(values.get(name) is not None for name in self.fields) and self.fits(values)
 
-    def format_name_and_fields(self, values: Values, shared: Sequence[str]) -> str:
+    def format_name_and_filled_fields(self, values: Values, shared: Sequence[str]) -> str:
         """Return the name and the fields that are read of a row, such as "alpaca (instruction, output)"."""
         extra = [name for name in (*self.optional, *shared) if values.get(name) not in (None, "", [])]
         return f"{self.name} ({', '.join(dict.fromkeys((*self.fields, *extra)))})"
@@ -60,13 +60,13 @@ def read_unambiguous_row(
     first, content = readings[0]
     for other, differing in readings[1:]:
         if differing != content:
-            both = f"{first.format_name_and_fields(values, ())} and as"
-            both += f" {other.format_name_and_fields(values, ())}"
+            both = f"{first.format_name_and_filled_fields(values, ())} and as"
+            both += f" {other.format_name_and_filled_fields(values, ())}"
             decision = f"Set data.fields.format: {first.name} or {other.name}"
             if first.name == other.name:
                 decision = "Leave the fields of one reading out of the row"
             raise CorruptData(f"the row can be read as {both}, and the readings differ. {decision}")
-    return first.format_name_and_fields(values, shared), content
+    return first.format_name_and_filled_fields(values, shared), content
 
 
 def _explain_nearest_format_mismatch(values: Values, formats: Sequence[Format[T]]) -> CorruptData:

@@ -38,7 +38,7 @@ class ImageProcessor:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def read_encoded(self, reference: Any, folder: Path) -> Picture:
+    def read_bytes_and_grid(self, reference: Any, folder: Path) -> Picture:
         """Return the image that a row names, decoded once. Raise CorruptData, which says what is wrong."""
         image_bytes = read_content(reference, folder, self.limit_bytes, IMAGE)
         height, width, _ = decode_image(image_bytes, self.limit_pixels).shape

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from bundle.data import corpus
 from bundle.data.corpus import Corpus, LeftOut
 from bundle.data.samples import (
-    BLANK_SAMPLE,
+    BLANK_SAMPLE_NUMBER,
     Ints,
     SampleBatch,
     Samples,
     SampleSizes,
     draw_permutation,
-    partition_into_equal_size_groups,
+    list_balanced_group_members,
 )
 from bundle.distributed import world
 from bundle.distributed.watchdog import EXTENDED_PATIENCE_SECONDS, Watchdog
-from bundle.distributed.world import find_disagreements, run_on_all_ranks
+from bundle.distributed.world import find_disagreements, run_and_all_gather_results
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
 
@@ -64,7 +64,7 @@ def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     different data.
     """
     is_reader = dog.local_rank == 0
-    readers = _ReaderRankReports(sum(run_on_all_ranks(lambda: is_reader)))
+    readers = _ReaderRankReports(sum(run_and_all_gather_results(lambda: is_reader)))
     corpora: list[Corpus] = []
 
     def prepare_rank() -> dict[str, str]:
@@ -76,7 +76,7 @@ def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
         return dict(corpora[0].identity) if corpora else {}
 
     with dog.extend_patience("reading the data", READER_PATIENCE_SECONDS):
-        differences = find_disagreements(run_on_all_ranks(prepare_rank))
+        differences = find_disagreements(run_and_all_gather_results(prepare_rank))
     if differences:
         raise EnvironmentUnfit("the ranks have different data. Give every node the same files.", differences)
     (rank_corpus,) = corpora
@@ -172,10 +172,10 @@ class Loader:
     def read_training_samples_once(self) -> Iterator[list[SampleBatch]]:
         """Yield the micro-batches of every training sample, one global batch at a time.
 
-        The last global batch is filled up with BLANK_SAMPLE.
+        The last global batch is filled up with BLANK_SAMPLE_NUMBER.
         """
         size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
-        numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK_SAMPLE)])
+        numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK_SAMPLE_NUMBER)])
         for first in range(0, len(numbers), size):
             yield list(self._build_rank_micro_batches(self._corpus.training, numbers[first : first + size]))
 
@@ -184,13 +184,15 @@ class Loader:
 
         No sample comes twice. Every rank has as many micro-batches: blank samples without loss fill the rest.
         """
-        return {name: self._read_evaluation(samples) for name, samples in self._corpus.validation.items()}
+        return {
+            name: self._draw_evaluation_batches(samples) for name, samples in self._corpus.validation.items()
+        }
 
-    def _read_evaluation(self, samples: Samples) -> list[SampleBatch]:
+    def _draw_evaluation_batches(self, samples: Samples) -> list[SampleBatch]:
         train = self._recipe.train
         count = min(train.eval_batches * train.global_batch_size, len(samples))
         numbers = draw_permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
-        blanks = np.full(-count % train.global_batch_size, BLANK_SAMPLE)
+        blanks = np.full(-count % train.global_batch_size, BLANK_SAMPLE_NUMBER)
         return list(self._build_rank_micro_batches(samples, np.concatenate([numbers, blanks])))
 
     def _build_rank_micro_batches(self, samples: Samples, numbers: Ints) -> Iterator[SampleBatch]:
@@ -209,7 +211,7 @@ class Loader:
         micro_batches = np.arange(len(global_batch)).reshape(-1, size)
         shared = np.arange(len(micro_batches)).reshape(-1, self._dp).T
         if len(np.unique(patches)) > 1:
-            micro_batches = partition_into_equal_size_groups(patches, len(micro_batches))
-            shared = partition_into_equal_size_groups(patches[micro_batches].sum(1), self._dp)
+            micro_batches = list_balanced_group_members(patches, len(micro_batches))
+            shared = list_balanced_group_members(patches[micro_batches].sum(1), self._dp)
         share: Ints = global_batch[micro_batches[shared[self._rank]]]
         return share

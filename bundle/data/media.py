@@ -54,7 +54,7 @@ class Picture(NamedTuple):
     timestamps: tuple[float, ...] = ()  # the time of each of its patches [seconds]; not stored
 
 
-class Column(NamedTuple):
+class RowColumn(NamedTuple):
     """The images, or the videos, that a row names outside its messages, and under which key."""
 
     key: str
@@ -66,7 +66,7 @@ def list_media_keys(fields: Fields) -> tuple[str, ...]:
     return tuple(key for keys in _map_media_keys(fields).values() for key in keys)
 
 
-def find_columns_by_kind(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]:
+def find_columns_by_kind(values: Mapping[str, Any], fields: Fields) -> dict[str, RowColumn]:
     """Return the images and videos of a row by kind; a kind that `data.fields` sets to null is absent.
 
     Raise CorruptData where two keys of a row name different ones.
@@ -83,8 +83,8 @@ def _map_media_keys(fields: Fields) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
-    columns = [Column(key, media) for key in keys if (media := _to_list(values.get(key)))]
+def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> RowColumn:
+    columns = [RowColumn(key, media) for key in keys if (media := _to_list(values.get(key)))]
     for other in columns[1:]:
         if other.media != columns[0].media:
             both = f"{columns[0].key} and {other.key}"
@@ -92,10 +92,10 @@ def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Colum
                 f"fields {both} disagree: they name different images or videos. Choose one field with"
                 " data.fields"
             )
-    return columns[0] if columns else Column(", ".join(keys))
+    return columns[0] if columns else RowColumn(", ".join(keys))
 
 
-def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) -> list[Medium]:
+def pop_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, RowColumn]) -> list[Medium]:
     """Return the images and videos of a conversation in order, and leave only their places in its messages.
 
     A part of a message names its own, or takes the next of the row's column for its kind. The marks <image>
@@ -119,7 +119,7 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
         message["content"] = content
     remaining = {}
     for kind in MEDIA_KINDS:
-        column = columns.get(kind, Column(f"data.fields.{kind}s: null"))
+        column = columns.get(kind, RowColumn(f"data.fields.{kind}s: null"))
         places = sum(medium.kind == kind and medium.reference is None for medium in media)
         if places != len(column.media):
             plain = f". Where <{kind}> is plain text, set data.fields.{kind}s: null"

@@ -21,7 +21,7 @@ from bundle.errors import UsageError, format_value
 from bundle.recipe import Recipe
 from bundle.recipe import data as recipe_data
 
-_PROCESSOR_CONFIG = "processor_config.json"
+_COMBINED_PROCESSOR_CONFIG_FILE = "processor_config.json"
 _PREPROCESSOR_CONFIG_FILES = {
     IMAGE: ("preprocessor_config.json",),
     VIDEO: ("video_preprocessor_config.json", "preprocessor_config.json"),
@@ -56,7 +56,7 @@ class MediaProcessor:
             return None
         kind, _, tokenizer = recipe.data.tokenizer.partition(":")
         places = [recipe.model.path, tokenizer if kind == "hf" else None]
-        directories = [Path(hub.resolve_pinned_path(place)) for place in places if place]
+        directories = [Path(hub.build_cache_path_if_pinned(place)) for place in places if place]
         return cls._build(recipe.architecture.vision, directories, recipe.data.images, recipe.data.videos)
 
     @classmethod
@@ -86,7 +86,7 @@ class MediaProcessor:
         """The vision tower."""
         return self.images.vision
 
-    def read_encoded(self, medium: Medium, folder: Path) -> Picture:
+    def read_bytes_and_grid(self, medium: Medium, folder: Path) -> Picture:
         """Return the medium that a row names, decoded once. Raise CorruptData, which names the file."""
         try:
             return self._read_by_kind(medium, folder)
@@ -100,14 +100,14 @@ class MediaProcessor:
 
     def _read_by_kind(self, medium: Medium, folder: Path) -> Picture:
         if medium.kind == IMAGE:
-            return self.images.read_encoded(medium.reference, folder)
+            return self.images.read_bytes_and_grid(medium.reference, folder)
         v = self.vision
         if v.video_token is None or (v.has_frame_timestamps and None in (v.start_token, v.end_token)):
             raise CorruptData(
                 "the model's config has no video_token_id, or no start and end tokens for it, which"
                 " videos need"
             )
-        return self.videos.read_encoded(medium, folder)
+        return self.videos.read_bytes_and_grid(medium, folder)
 
     def extract_patches(self, picture: Picture) -> Patches:
         """Return the patches [n, values] of an image or video that `read` has accepted."""
@@ -196,10 +196,12 @@ def _read_settings(
     for directory in directories:
         sections = {
             name: files.read_json_object(directory / name)
-            for name in (_PROCESSOR_CONFIG, *_PREPROCESSOR_CONFIG_FILES[kind])
+            for name in (_COMBINED_PROCESSOR_CONFIG_FILE, *_PREPROCESSOR_CONFIG_FILES[kind])
             if files.is_file(directory / name)
         }
-        sections[_PROCESSOR_CONFIG] = sections.get(_PROCESSOR_CONFIG, {}).get(f"{kind}_processor") or {}
+        sections[_COMBINED_PROCESSOR_CONFIG_FILE] = (
+            sections.get(_COMBINED_PROCESSOR_CONFIG_FILE, {}).get(f"{kind}_processor") or {}
+        )
         for name, settings in sections.items():
             if not isinstance(settings, dict):
                 raise UsageError(f"{directory / name}: {kind}_processor must be a JSON object")
@@ -239,16 +241,16 @@ def _list_invalid(settings: Mapping[str, Any]) -> Iterator[str]:
     for name, value in counts.items():
         if value is not None and not (type(value) is int and 0 < value <= _MAX_SETTING_VALUE):
             yield f"{name} {format_value(value)}: must be a whole number from 1 to {_MAX_SETTING_VALUE}"
-    if (fps := settings.get("fps")) is not None and not (_is_number(fps) and fps > 0):
+    if (fps := settings.get("fps")) is not None and not (_is_bounded_number(fps) and fps > 0):
         yield f"fps {format_value(fps)}: must be a number above 0"
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
         value = settings.get(name)
         if value is None:
             continue
-        is_triple = isinstance(value, Sequence) and len(value) == 3 and all(map(_is_number, value))
+        is_triple = isinstance(value, Sequence) and len(value) == 3 and all(map(_is_bounded_number, value))
         if not is_triple or not all(number > least for number in value):
             yield f"{name} {format_value(value)}: must be three numbers" + (" above 0" if least == 0 else "")
 
 
-def _is_number(value: Any) -> bool:
+def _is_bounded_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _MAX_SETTING_VALUE  # nor is NaN one

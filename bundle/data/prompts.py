@@ -14,10 +14,10 @@ from bundle.data import chat, media
 from bundle.data.chat import ChatTemplate, PlainTemplate
 from bundle.data.conversations import Conversation
 from bundle.data.corpus import find_end_tokens
-from bundle.data.media import MEDIA_KIND_BY_PLACEHOLDER, Column
+from bundle.data.media import MEDIA_KIND_BY_PLACEHOLDER, RowColumn
 from bundle.data.processing import MediaProcessor
 from bundle.data.sources import CorruptData
-from bundle.data.tokenization import expand_media_tokens, read_media
+from bundle.data.tokenization import expand_media_tokens, read_media_and_insert_times
 from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from bundle.errors import UsageError, format_value
 from bundle.packing.prompts import Prompt, VisualInputs
@@ -90,12 +90,12 @@ class PromptBuilder:
             text = text if mark in text else mark * len(media_paths.get(kind, ())) + text
         messages = [{"role": "user", "content": text}]
         columns = {
-            kind: Column(f"--{kind}", [str(path.resolve()) for path in paths])
+            kind: RowColumn(f"--{kind}", [str(path.resolve()) for path in paths])
             for kind, paths in media_paths.items()
         }
-        prompt_media = media.extract_media(messages, columns)
+        prompt_media = media.pop_media(messages, columns)
         processor = self._load_processor() if prompt_media else None
-        draft, pictures = read_media(
+        draft, pictures = read_media_and_insert_times(
             processor, self.tokenizer, self._writer.write_prompt(messages), prompt_media, Path("/")
         )
         (document,) = self._writer.encode([draft])

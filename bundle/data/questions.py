@@ -89,7 +89,7 @@ class Questions:
         return identity | ({"evaluation questions": self.evaluation.digest} if self.evaluation else {})
 
 
-def prepare_questions(recipe: Recipe) -> Questions:
+def read_rl_prompts(recipe: Recipe) -> Questions:
     """Return the questions of a recipe of task rl.
 
     Raise UsageError with every file that is missing, every corrupt row (`data.on_error: stop`), every stop
@@ -98,7 +98,7 @@ def prepare_questions(recipe: Recipe) -> Questions:
     assert recipe.rl is not None, "the rules of a recipe require it for task rl"
     data, settings = recipe.data, recipe.rl.evaluation
     encoder = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-    reader = _RLPromptReader(recipe, recipe.rl, encoder)
+    reader = _RLTextPromptReader(recipe, recipe.rl, encoder)
     stop = reader.list_answer_end_ids()
     training = reader.read_sets(data, data.training_set_paths, "data.path", is_learned=True)
     evaluation = None
@@ -111,7 +111,7 @@ def prepare_questions(recipe: Recipe) -> Questions:
     return Questions(training, evaluation, order, stop, encoder)
 
 
-class _RLPromptReader:
+class _RLTextPromptReader:
     """Reads and renders rows; `violations` has all that is wrong with any set."""
 
     def __init__(self, recipe: Recipe, rl: RL, encoder: Tokenizer) -> None:
@@ -146,7 +146,7 @@ class _RLPromptReader:
                 sources = expand(paths, data.source, key)
                 if reason := explain_unfit_source("rl", sources[0].kind):
                     raise UsageError(f"{key}: {reason}")
-                read = [*self._read(sources, errors, is_learned=is_learned)]
+                read = [*self._read_prompts_and_responses(sources, errors, is_learned=is_learned)]
                 noted.extend(errors.dump())
                 errors.summarize_or_raise_by_policy()
                 if not read:
@@ -165,12 +165,14 @@ class _RLPromptReader:
             tuple(questions), tuple(sizes), noted.corrupt.count, noted.deleted.count, lines
         )
 
-    def _read(
+    def _read_prompts_and_responses(
         self, sources: Iterable[DataFile], errors: DataErrors, *, is_learned: bool
     ) -> Iterator[tuple[str, Values, tuple[int, ...], tuple[int, ...]]]:
         """Yield place, row, ids and response of each question; `errors` note the other rows."""
         read = read_rows([*sources], None, errors)
-        drafted = errors.convert_rows(read, lambda row: (row, self._draft(row, is_learned=is_learned)))
+        drafted = errors.convert_rows(
+            read, lambda row: (row, self._draft_question_and_answer(row, is_learned=is_learned))
+        )
         while batch := [*islice(drafted, TOKENIZATION_BATCH_ROWS)]:
             documents = iter(self._writer.encode([draft for _, (_, drafts) in batch for draft in drafts]))
             for place, (row, drafts) in batch:
@@ -180,7 +182,7 @@ class _RLPromptReader:
                 if self._has_room_for_answer(place, question, response, errors):
                     yield place, row, question, response
 
-    def _draft(self, row: Values, *, is_learned: bool) -> list[Any]:
+    def _draft_question_and_answer(self, row: Values, *, is_learned: bool) -> list[Any]:
         """Return the question of a row as a draft, and the draft of its answer where a warm start learns it.
 
         Raise CorruptData for a row that is not a question.

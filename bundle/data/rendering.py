@@ -124,12 +124,12 @@ class Template:
             and all(full_rendering.text.startswith(end.text) for end in ends.values())
         ):
             for index in turns:
-                _check_learned_text_complete(messages[index], full_rendering.text, full_rendering.spans)
+                _check_message_fully_learned(messages[index], full_rendering.text, full_rendering.spans)
             return [Sample(full_rendering.text, full_rendering.spans, len(messages))]
         samples: list[Sample] = []
         for index in turns:
             sample = self._write_turn(messages, tools, index, ends[index])
-            _check_learned_text_complete(messages[index], sample.text, sample.parts)
+            _check_message_fully_learned(messages[index], sample.text, sample.parts)
             if samples and sample.text.startswith(samples[-1].text):
                 sample = sample._replace(parts=samples.pop().parts + sample.parts)
             samples.append(sample)
@@ -298,7 +298,7 @@ def _with_serialized_arguments(message: Message) -> Message:
     return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
-def _check_learned_text_complete(message: Message, text: str, parts: Sequence[Part]) -> None:
+def _check_message_fully_learned(message: Message, text: str, parts: Sequence[Part]) -> None:
     """Raise RenderingError where the learned text lacks something that the assistant says.
 
     A template may strip white space.

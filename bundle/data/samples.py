@@ -129,7 +129,7 @@ def choose_held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
 
 
 DECODING_THREADS = 4  # that decode the images and videos of a micro-batch; they compute without Python's lock
-BLANK_SAMPLE = -1  # a sample without loss, so that every rank has as many
+BLANK_SAMPLE_NUMBER = -1  # a sample without loss, so that every rank has as many
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class SampleBatch:
     `pixels` [patches, values] and `grids` [images, 3] belong to all its images and videos in their order.
     `seconds` [images] are their distances in time (`packing.images`).
 
-    `documents` are the numbers of its sequences among all documents of the corpus; BLANK_SAMPLE for one
-    of a blank sample. Pieces that go across documents have none.
+    `documents` are the numbers of its sequences among all documents of the corpus; BLANK_SAMPLE_NUMBER for
+    one of a blank sample. Pieces that go across documents have none.
     """
 
     ids: Tensor  # int64
@@ -219,7 +219,7 @@ class SampleSizes(NamedTuple):
 
 
 class Samples(Protocol):
-    """Numbered samples; `build_batch` takes numbers, BLANK_SAMPLE among them, and returns tensors."""
+    """Numbered samples; `build_batch` takes numbers, BLANK_SAMPLE_NUMBER among them, and returns tensors."""
 
     def __len__(self) -> int: ...
 
@@ -232,7 +232,7 @@ class Samples(Protocol):
         ...
 
     def compute_sequence_sizes(self, numbers: Ints) -> SampleSizes:
-        """Return the sizes of the samples `numbers` [b], none of them BLANK_SAMPLE, without reading them."""
+        """Return the sizes of the samples `numbers` [b], none of them blank, without reading them."""
         ...
 
 
@@ -303,7 +303,7 @@ class RowSamples:
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
         batch = _build_batch(numbers, ids, (real & read_loss_mask(self._store, places))[:, 1:], within[:-1])
-        documents = _number_documents(self._store, rows, self._first_document, numbers)
+        documents = _find_span_document_numbers(self._store, rows, self._first_document, numbers)
         batch = replace(batch, row_lengths=tuple(rows.lengths.tolist()), documents=documents)
         return _with_images(batch, self._store, rows, self._processor)
 
@@ -322,7 +322,7 @@ class RowSamples:
         )
 
 
-class PackSamples:
+class VariableLengthPackSamples:
     """Several whole sequences per sample; one sample is a micro-batch."""
 
     def __init__(
@@ -353,7 +353,9 @@ class PackSamples:
         ids = self._store.ids[np.append(places, places[0])]
         positions = concatenate_ranges(np.zeros(len(spans), np.int64), spans.lengths)
         batch = _build_batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
-        batch = replace(batch, documents=_number_documents(self._store, spans, self._first_document, numbers))
+        batch = replace(
+            batch, documents=_find_span_document_numbers(self._store, spans, self._first_document, numbers)
+        )
         return _with_images(batch, self._store, spans, self._processor)
 
     def count_patches(self, numbers: Ints) -> Ints:
@@ -367,7 +369,7 @@ class PackSamples:
         return _compute_sizes(self._store, self._spans.select(sequences))
 
 
-class MultiDatasetSamples:
+class ConcatenatedSamples:
     """Samples of several data sets, numbered one after the other."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -381,7 +383,7 @@ class MultiDatasetSamples:
         """Return the samples in their order, each from its own data set; a pack must come alone."""
         owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right").tolist()
         begins = [int(self._ends[owner]) - len(self._parts[owner]) for owner in owners]
-        # BLANK_SAMPLE is of the first data set, which begins at 0, and stays what it is.
+        # BLANK_SAMPLE_NUMBER is of the first data set, which begins at 0, and stays what it is.
         numbers_by_owner = zip(owners, numbers.tolist(), begins, strict=True)
         batches = [
             self._parts[owner].build_batch(np.asarray([number - begin]))
@@ -427,10 +429,10 @@ class MultiDatasetSamples:
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
     """Return the samples of all parts as one."""
-    return parts[0] if len(parts) == 1 else MultiDatasetSamples(parts)
+    return parts[0] if len(parts) == 1 else ConcatenatedSamples(parts)
 
 
-def partition_into_equal_size_groups(costs: Ints, groups: int) -> Ints:
+def list_balanced_group_members(costs: Ints, groups: int) -> Ints:
     """Return the pieces that each of `groups` gets, the same number for all: [groups, pieces].
 
     The most costly pieces come first. Each goes to the group with the least cost so far that has room.
@@ -447,19 +449,21 @@ def partition_into_equal_size_groups(costs: Ints, groups: int) -> Ints:
 
 
 def list_sample_sequences(numbers: Ints, documents_per_sample: int) -> Ints:
-    """Return the sequences of samples with `documents_per_sample` each; BLANK_SAMPLE for a blank sample."""
+    """Return the sequences of samples with `documents_per_sample` each; a blank sample's are blank."""
     within = numbers[:, None] * documents_per_sample + np.arange(documents_per_sample)
-    return np.where(numbers[:, None] == BLANK_SAMPLE, BLANK_SAMPLE, within).ravel()
+    return np.where(numbers[:, None] == BLANK_SAMPLE_NUMBER, BLANK_SAMPLE_NUMBER, within).ravel()
 
 
-def _number_documents(store: Store, spans: Spans, first_document: int, numbers: Ints) -> Ints:
-    """Return the numbers of the documents that hold these pieces; BLANK_SAMPLE for a blank sample."""
-    return np.where(numbers == BLANK_SAMPLE, BLANK_SAMPLE, first_document + _find_documents(store, spans))
+def _find_span_document_numbers(store: Store, spans: Spans, first_document: int, numbers: Ints) -> Ints:
+    """Return the numbers of the documents that hold these pieces; BLANK_SAMPLE_NUMBER for a blank sample."""
+    return np.where(
+        numbers == BLANK_SAMPLE_NUMBER, BLANK_SAMPLE_NUMBER, first_document + _find_documents(store, spans)
+    )
 
 
 def _find_documents(store: Store, spans: Spans) -> Ints:
     """Return the places in the store of the documents that hold these pieces: [pieces]."""
-    owners: Ints = np.searchsorted(store.starts, spans.starts, side="right") - 1
+    owners: Ints = np.searchsorted(store.document_starts, spans.starts, side="right") - 1
     return owners
 
 
@@ -495,7 +499,9 @@ def _with_images(
     if not len(numbers):
         return batch
     with ThreadPoolExecutor(min(DECODING_THREADS, len(numbers))) as threads:
-        patches = list(threads.map(processor.extract_patches, map(pictures.read_picture, numbers.tolist())))
+        patches = list(
+            threads.map(processor.extract_patches, map(pictures.read_encoded_picture, numbers.tolist()))
+        )
     pixels = torch.from_numpy(np.concatenate(patches))
     return replace(
         batch, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds_per_patch[numbers]
@@ -513,7 +519,7 @@ def _build_batch(
 
     `label_mask` [b, s] says which labels are learned; no label of a blank sample is.
     """
-    loss_mask = label_mask & (numbers != BLANK_SAMPLE)[:, None]
+    loss_mask = label_mask & (numbers != BLANK_SAMPLE_NUMBER)[:, None]
     return SampleBatch(
         torch.from_numpy(ids[:, :-1].astype(np.int64)),
         torch.from_numpy(ids[:, 1:].astype(np.int64)),

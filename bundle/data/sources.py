@@ -25,8 +25,8 @@ _REASON_VARIABLES_PATTERN = re.compile(
 )
 _FIRST_PROBLEM_SUFFIX = " (the first of several similar problems)"
 _JSON_BLOCK_CHARACTERS = 2**20  # characters of a JSON array that are read at once
-_TRUNCATED_TAIL_CHARACTERS = 16  # characters: no word or escape of JSON is longer
-_ARRAY_SEPARATOR_PATTERN = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
+_LONGEST_JSON_WORD_CHARACTERS = 16  # characters: no word or escape of JSON is longer
+_ARRAY_DELIMITER_PATTERN = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
 _ARROW_MAGIC = b"ARROW1"  # how a file with a footer begins; a stream does not
 
 Values = dict[str, Any]
@@ -159,7 +159,9 @@ def read_texts(data: Data, sources: Sequence[DataFile], errors: DataErrors) -> I
     Documents are parts of text files, or a field of each row.
     """
     if sources and sources[0].kind == "text":
-        return _read_sources(sources, lambda source: _split_text_file(source.path, data.separator), errors)
+        return _read_sources(
+            sources, lambda source: _split_at_optional_separator(source.path, data.separator), errors
+        )
     name = data.fields.text
     return errors.convert_rows(read_rows(sources, (name,), errors), lambda values: read_text(values, name))
 
@@ -172,7 +174,7 @@ def read_rows(
     A row has at least the fields of `field_names`; None: all fields.
     """
     if sources and sources[0].kind == "jsonl":
-        return errors.convert_rows(_read_sources(sources, _read_jsonl_or_array, errors), _parse_json_object)
+        return errors.convert_rows(_read_sources(sources, _read_jsonl_or_array, errors), _to_row_values)
     return _read_sources(sources, lambda source: _read_columnar_file(source, field_names), errors)
 
 
@@ -217,7 +219,7 @@ def _read_sources(
             errors.record_corrupt_data(f"{source.name}:{error.line}" if error.line else source.name, error)
 
 
-def _split_text_file(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
+def _split_at_optional_separator(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
     """Yield the parts of a text file between separators, without blank ones."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
@@ -237,7 +239,9 @@ def _read_jsonl_or_array(source: DataFile) -> Iterator[tuple[int, Any]]:
     with _open_decompressed(source.path) as file:
         if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
-        yield from (_read_json_array if file.peek(1).lstrip().startswith(b"[") else _read_jsonl_lines)(file)
+        yield from (
+            _read_array_with_line_numbers if file.peek(1).lstrip().startswith(b"[") else _read_jsonl_lines
+        )(file)
 
 
 def _open_decompressed(path: Path) -> io.BufferedReader:
@@ -258,7 +262,7 @@ def _read_jsonl_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _read_json_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
+def _read_array_with_line_numbers(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     """Yield the values of a JSON array after the lines that they begin in; read the file part by part."""
     text, decode = io.TextIOWrapper(file, encoding="utf-8"), json.JSONDecoder().raw_decode
     buffer, at, line, mark = "", 0, 1, "["  # the mark comes before the next value
@@ -270,7 +274,7 @@ def _read_json_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError as error:
             raise CorruptData(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
         buffer, at = buffer[at:] + block, 0
-        while between := _ARRAY_SEPARATOR_PATTERN.match(buffer, at):
+        while between := _ARRAY_DELIMITER_PATTERN.match(buffer, at):
             begin = between.end()
             line += buffer.count("\n", at, begin)
             if between[1] == "]" and mark == ",":
@@ -302,10 +306,10 @@ def _read_json_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
 
 def _is_cut(error: json.JSONDecodeError, buffer: str) -> bool:
     """Return whether the value may become complete when more of the file is read."""
-    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _TRUNCATED_TAIL_CHARACTERS
+    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _LONGEST_JSON_WORD_CHARACTERS
 
 
-def _parse_json_object(content: Any) -> Values:
+def _to_row_values(content: Any) -> Values:
     """Return the row in a line, or in a value."""
     value = content
     try:

@@ -191,7 +191,7 @@ class Store:
     )  # [rows of several documents, 2]
 
     @cached_property
-    def starts(self) -> Ints:
+    def document_starts(self) -> Ints:
         """The place where each document begins: [documents]."""
         starts: Ints = np.cumsum(self.lengths) - self.lengths
         return starts
@@ -222,17 +222,17 @@ class Pictures:
     @cached_property
     def seconds_per_patch(self) -> NDArray[np.float64]:
         """The time from one patch of each to the next; 0 for an image: [images and videos]."""
-        return self._spread_videos(self.videos[:, 2].view(np.float64), 0.0)
+        return self._scatter_video_values(self.videos[:, 2].view(np.float64), 0.0)
 
     @cached_property
     def _fps_by_medium(self) -> NDArray[np.float64]:
-        return self._spread_videos(self.videos[:, 3].view(np.float64), 0.0)
+        return self._scatter_video_values(self.videos[:, 3].view(np.float64), 0.0)
 
     @cached_property
     def _separate_frame_counts(self) -> Ints:
-        return self._spread_videos(self.videos[:, 1], 0)
+        return self._scatter_video_values(self.videos[:, 1], 0)
 
-    def _spread_videos(self, values: NDArray[Any], default: float) -> NDArray[Any]:
+    def _scatter_video_values(self, values: NDArray[Any], default: float) -> NDArray[Any]:
         values_of_all = np.full(len(self.grids), default, values.dtype)
         values_of_all[self.videos[:, 0]] = values
         return values_of_all
@@ -259,7 +259,7 @@ class Pictures:
         """Return the numbers of the images and videos of these documents, one after the other."""
         return concatenate_ranges(compute_starts(self.counts)[documents], self.counts[documents])
 
-    def read_picture(self, number: int) -> Picture:
+    def read_encoded_picture(self, number: int) -> Picture:
         """Return one image or video."""
         first, begins = self._item_and_file_starts
         files = range(first[number], first[number] + self.item_file_counts[number])
@@ -344,10 +344,10 @@ class _StoreWriter:
             grids = [picture.grid for picture in document.pictures]
             self._get_writer("grids").add(np.asarray(grids, np.int64).flatten())
             for picture in document.pictures:
-                self._add_picture(picture)
+                self._append_picture_contents(picture)
         self.tokens += len(document.ids)
 
-    def _add_picture(self, picture: Picture) -> None:
+    def _append_picture_contents(self, picture: Picture) -> None:
         for content in picture.contents:
             self._get_writer("pictures").add(np.frombuffer(content, np.uint8))
         if picture.seconds:

@@ -63,7 +63,7 @@ class Encoding:
         The chunks are the same for any number of processes.
         """
         sources = list(sources)
-        rows = islice(_cut_chunks(self, sources), first, None)
+        rows = islice(_read_row_chunks(self, sources), first, None)
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         min_bytes = MIN_PARALLEL_BYTES if self.processor is None else MIN_PARALLEL_BYTES_WITH_IMAGES
         if workers == 1 or sum(source.path.stat().st_size for source in sources) < min_bytes:
@@ -71,7 +71,7 @@ class Encoding:
         return _encode_in_processes(self, rows, workers)
 
 
-def _cut_chunks(encoding: Encoding, sources: list[DataFile]) -> Iterator[_PlacedRows]:
+def _read_row_chunks(encoding: Encoding, sources: list[DataFile]) -> Iterator[_PlacedRows]:
     data, errors = encoding.data, DataErrors(encoding.data.on_error)
     read: Iterator[tuple[str, Any]]
     if encoding.task.has_plain_text_rows:
@@ -184,10 +184,13 @@ class _Encoder:
                 )
             row_drafts += drafts
         processor, tokenizer = self._encoding.processor, self._tokenizer
-        return [read_media(processor, tokenizer, draft, media, folder) for draft, media in row_drafts]
+        return [
+            read_media_and_insert_times(processor, tokenizer, draft, media, folder)
+            for draft, media in row_drafts
+        ]
 
 
-def read_media(
+def read_media_and_insert_times(
     processor: MediaProcessor | None, tokenizer: Tokenizer, draft: Any, media: Sequence[Medium], folder: Path
 ) -> tuple[Any, tuple[Picture, ...] | None]:
     """Return a draft with its images and videos, whose files lie in `folder`; None: the model takes none.
@@ -198,7 +201,7 @@ def read_media(
         if media:
             raise CorruptData(f"the input has {media[0].kind}s, but the model takes only text")
         return draft, None
-    pictures = tuple(processor.read_encoded(medium, folder) for medium in media)
+    pictures = tuple(processor.read_bytes_and_grid(medium, folder) for medium in media)
     vision = processor.vision
     if vision.has_frame_timestamps and (videos := [picture for picture in pictures if picture.seconds]):
         tokens = (vision.start_token, vision.video_token, vision.end_token)

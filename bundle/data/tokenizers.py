@@ -185,7 +185,7 @@ def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
     tokenizer: Tokenizer = (
         ByteTokenizer()
         if name == "bytes"
-        else HuggingFaceTokenizer(Path(hub.resolve_pinned_path(name.removeprefix("hf:"))))
+        else HuggingFaceTokenizer(Path(hub.build_cache_path_if_pinned(name.removeprefix("hf:"))))
     )
     if tokenizer.vocab_size > vocabulary:
         raise UsageError(

@@ -43,7 +43,7 @@ class VideoProcessor:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def read_encoded(self, medium: Medium, folder: Path) -> Picture:
+    def read_bytes_and_grid(self, medium: Medium, folder: Path) -> Picture:
         """Return the video that a row names, decoded once. Raise CorruptData, which says what is wrong."""
         is_frame_list = isinstance(medium.reference, list)
         references = medium.reference if is_frame_list else [medium.reference]

@@ -18,7 +18,7 @@ from bundle.launch.outcomes import get_node_name
 
 # The callers of these show what a rank does; torch calls _TORCH_FUNCTION_DUNDER_NAME for a facade.
 # typing_extensions wraps functions that torch has marked as deprecated, collectives too.
-_LIBRARY_PATHS = (
+_STDLIB_AND_TORCH_PATHS = (
     sysconfig.get_path("stdlib"),
     str(Path(torch.__file__).parent),
     str(typing_extensions.__file__),
@@ -106,7 +106,9 @@ def _describe_innermost_user_frame() -> str:
     own_frames = [
         candidate
         for candidate in frames
-        if not (candidate[0].startswith(_LIBRARY_PATHS) or candidate[2] == _TORCH_FUNCTION_DUNDER_NAME)
+        if not (
+            candidate[0].startswith(_STDLIB_AND_TORCH_PATHS) or candidate[2] == _TORCH_FUNCTION_DUNDER_NAME
+        )
     ]
     for name, line, function in (own_frames or frames)[:1]:
         return f"`{function}` ({Path(name).name}:{line})"

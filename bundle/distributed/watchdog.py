@@ -17,7 +17,7 @@ from bundle.launch import hang, outcomes
 
 _LINGER_SECONDS = 3.0
 # Seconds from the end of a patience to the end of the process: noticing, writing files, lingering.
-_COLLECTIVE_TIMEOUT_MARGIN_SECONDS = 60
+_MAX_EXIT_DELAY_SECONDS = 60
 # Seconds between two checks of the limit, which changes with every patience.
 _CHECK_INTERVAL_SECONDS = 1.0
 # Reading a corpus, writing or reading a large checkpoint: all take longer than any collective should.
@@ -31,7 +31,7 @@ def compute_collective_timeout(seconds: int) -> int:
     within a patience, and as one failure among others. It may begin before the patience in which another rank
     hangs.
     """
-    return seconds + max(EXTENDED_PATIENCE_SECONDS, seconds) + _COLLECTIVE_TIMEOUT_MARGIN_SECONDS
+    return seconds + max(EXTENDED_PATIENCE_SECONDS, seconds) + _MAX_EXIT_DELAY_SECONDS
 
 
 class Watchdog:
@@ -76,14 +76,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(max(0.05, self._get_seconds_left()), _CHECK_INTERVAL_SECONDS)):
-            if self._get_seconds_left() <= 0 or outcomes.is_hang_announced():
+            if self._get_seconds_left() <= 0 or outcomes.is_node_hang_announced():
                 outcomes.request_hang_snapshots()
-                self._end_process()
+                self._dump_hang_and_exit()
 
     def _get_seconds_left(self) -> float:
         return self._last[0] + self._patience - time.monotonic()
 
-    def _end_process(self) -> None:
+    def _dump_hang_and_exit(self) -> None:
         since, doing = self._last
         seconds = time.monotonic() - since
         message = f"no progress for {seconds:.0f} s in {doing}"

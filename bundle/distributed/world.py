@@ -97,7 +97,7 @@ def get_default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def destroy() -> None:
+def destroy_process_groups() -> None:
     """End all process groups after all ranks have called this; safe when there is none.
 
     A process that exits with a group alive may abort while its threads end, which looks like a crash.
@@ -130,7 +130,7 @@ def _listen_on_loopback(port: int) -> socket.socket:
 T = TypeVar("T")
 
 
-def run_on_all_ranks(body: Callable[[], T]) -> list[T]:
+def run_and_all_gather_results(body: Callable[[], T]) -> list[T]:
     """Return what `body` returned on each rank; if it raised on any, all raise the same error."""
     result, error, code = None, None, ExitCode.JOB_FAILED
     try:
@@ -162,9 +162,9 @@ def run_on_all_ranks(body: Callable[[], T]) -> list[T]:
 def run_on_rank_0(body: Callable[[], T]) -> T:
     """Return on every rank what `body` returned on rank 0, the only one to run it.
 
-    Raise the same errors as `run_on_all_ranks`.
+    Raise the same errors as `run_and_all_gather_results`.
     """
-    answers: list[Any] = run_on_all_ranks(lambda: body() if dist.get_rank() == 0 else None)
+    answers: list[Any] = run_and_all_gather_results(lambda: body() if dist.get_rank() == 0 else None)
     return cast(T, answers[0])
 
 
@@ -190,7 +190,7 @@ class StopRequest:
         self.is_requested = True
 
 
-_FAILURE_READ_TIMEOUT_SECONDS = 60  # that rank 0 stays for others, which may still be starting
+_FAILURE_READERS_WAIT_SECONDS = 60  # that rank 0 stays for others, which may still be starting
 _MAX_VALUE_CHARACTERS = 60  # characters of a value in a message: digests are recognised by less
 
 
@@ -207,7 +207,7 @@ def share_decision(
             decision = {"text": decide()}
         except BundleError as error:
             store.set("decision", json.dumps({"refused": str(error), "code": int(error.code)}))
-            _wait_for_readers(store, "decision", world_size - 1)
+            _wait_for_failure_readers(store, "decision", world_size - 1)
             raise
         store.set("decision", json.dumps(decision))
         return decision["text"]
@@ -265,7 +265,7 @@ def agree_on_fields(
     if rank != 0:
         store.add("agreement/verdict/read", 1)
     elif reasons:
-        _wait_for_readers(store, "agreement/verdict", world_size - 1 - len(missing))
+        _wait_for_failure_readers(store, "agreement/verdict", world_size - 1 - len(missing))
     if kind == "missing":
         raise TargetUnavailable(reasons[0])
     if reasons:
@@ -294,12 +294,12 @@ def merge_complaints(lines_by_rank: Sequence[Sequence[str]]) -> list[str]:
     return [f"{format_ranks(ranks)}: {line}" for line, ranks in holders.items()]
 
 
-def _wait_for_readers(store: Store, key: str, readers: int) -> None:
-    """Wait until the other ranks have read a failure, at most `_FAILURE_READ_TIMEOUT_SECONDS`.
+def _wait_for_failure_readers(store: Store, key: str, readers: int) -> None:
+    """Wait until the other ranks have read a failure, at most `_FAILURE_READERS_WAIT_SECONDS`.
 
     Rank 0 may serve the store, and must not end before they have read it.
     """
-    deadline = time.monotonic() + _FAILURE_READ_TIMEOUT_SECONDS
+    deadline = time.monotonic() + _FAILURE_READERS_WAIT_SECONDS
     while store.add(f"{key}/read", 0) < readers and time.monotonic() < deadline:
         time.sleep(0.05)
 

@@ -32,7 +32,7 @@ from bundle.mcore.routers import RouterRows
 from bundle.recipe import Recipe
 
 
-class RouterAuxLosses:
+class RouterBalancer:
     """What is behind the routers of one engine's model chunks; idle where the model has no experts."""
 
     def __init__(self, recipe: Recipe, models: Sequence[torch.nn.Module], groups: Groups) -> None:
@@ -46,7 +46,7 @@ class RouterAuxLosses:
         self._weight: Tensor | None = None  # None: no term has a coefficient
         self._biases: list[Tensor] = []
         for router in self._routers:
-            routers.attach(router, self)
+            routers.attach_balancing_loss(router, self)
 
     def count_local_balanced_tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """Return the number of balanced tokens of this rank; None where no term has a coefficient."""
@@ -91,7 +91,7 @@ class RouterAuxLosses:
         for router, bias in zip(self._routers, self._biases, strict=bool(self._biases)):
             router.expert_bias.copy_(bias)
 
-    def find_rows(self, router: object) -> RouterRows | None:
+    def take_current_rows(self, router: object) -> RouterRows | None:
         """Return the rows of the forward pass that this router runs; see `bundle.mcore.routers.Balancer`."""
         if not self._rows:
             return None
@@ -133,7 +133,7 @@ class RouterAuxLosses:
         else:
             lengths, owner = [padding.real_tokens], (~valid).long()
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
-        padded = padding.total_buffer_rows > padding.real_tokens or is_blank
+        padded = padding.total_rows_over_cp_ranks > padding.real_tokens or is_blank
         return RouterRows(
             to_router_rows(owner, part, parts),
             torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bundle.backends import Runtime
-from bundle.engine.balancing import RouterAuxLosses
+from bundle.engine.balancing import RouterBalancer
 from bundle.engine.forward_timer import ForwardTimer
 from bundle.engine.losses import (
     Losses,
@@ -76,7 +76,7 @@ class Engine:
             ]
             self.chunks = optimization.wrap_data_parallel(recipe, self.config, self.models)
             self.optimizer = optimization.build_optimizer(recipe, self.chunks)
-            if runtime.needs_torch_fused_adam(recipe):
+            if runtime.needs_torch_adam_fusion(recipe):
                 optimization.fuse_adam(self.optimizer)
             if recipe.train.on_nan == "skip":
                 optimization.skip_nonfinite_updates(self.optimizer)
@@ -84,7 +84,7 @@ class Engine:
         self.has_pretrained_weights = weights is not None  # whether it began with the weights of model.path
         self.replay = RouterReplay(recipe, self.models, groups)
         self.forward_timer = ForwardTimer(device)
-        self._balancing = RouterAuxLosses(recipe, self.models, groups)
+        self._balancing = RouterBalancer(recipe, self.models, groups)
         mtp_options = recipe.model.mtp
         if mtp_options.has_detached_part:
             mtp.detach_mtp(
@@ -139,7 +139,7 @@ class Engine:
             with self._balancing.balance_step(micro_batches, factors.balancing):
                 self._run(micro_batches, step, forward_only=False)
 
-    def step(self) -> StepResult:
+    def step_optimizer(self) -> StepResult:
         """Clip the gradient, update the weights and advance the learning rate.
 
         With `train.on_nan: skip` an update whose gradient is not finite is skipped: the norm in the result is
@@ -249,7 +249,7 @@ class Engine:
                 "Pipeline stages exchange activations of one shape, but these micro-batches have"
                 f" {len(shapes)} shapes: pad them to one length (the `length` of Packing.of)."
             )
-        with self.replay.record_and_replay(micro_batches, has_backward=not forward_only):
+        with self.replay.replay_micro_batch_routes(micro_batches, has_backward=not forward_only):
             optimization.forward_backward(
                 step,
                 micro_batches,
@@ -293,7 +293,7 @@ class Engine:
         self._tap.set_micro_batch(micro_batch, objective)
         number = self.chunks.index(chunk)
         with (
-            self.replay.replay_forward(number, micro_batch),
+            self.replay.record_and_replay_forward(number, micro_batch),
             self._balancing.balance_forward(micro_batch),
         ):
             output: torch.Tensor = chunk(

@@ -194,7 +194,7 @@ class ModelLossComputer:
         self._head: Head | None = None
         self._original = model.compute_language_model_loss
         if model.post_process:
-            model.compute_language_model_loss = self._compute_loss
+            model.compute_language_model_loss = self._compute_objective_or_cross_entropy
             model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
             if chunk is not None:
                 bypass_head_and_report_weight(model, lambda weight: self._set_head(weight, chunk))
@@ -212,7 +212,7 @@ class ModelLossComputer:
         learned = torch.where(micro_batch.loss_mask > 0, output.float(), 0.0)
         sums = torch.stack([(learned * micro_batch.loss_mask).sum(), *self._mtp_sums])
         self._mtp_sums = []
-        self._totals += torch.cat([micro_batch.weight_sums_by_loss, sums.detach()])
+        self._totals += torch.cat([micro_batch.token_count_and_weight_sums, sums.detach()])
         if factors is None:
             return sums @ self._scales
         both = (factors.main, *[factors.mtp] * self._depths)
@@ -225,7 +225,7 @@ class ModelLossComputer:
 
     def take_reduced_losses(self, tp_size: int) -> Losses:
         """Return the losses since the last call, reduced over ALL ranks (every rank must call it)."""
-        (tokens, *rest), measured = self._reduce_totals_and_measures()
+        (tokens, *rest), measured = self._reduce_totals_over_all_ranks()
         self._reset_accumulated_sums()
         count = 1 + self._depths
         pairs = zip(rest[:count], rest[count:], strict=True)
@@ -242,7 +242,7 @@ class ModelLossComputer:
         The measures are those of the engine's own objective alone. Infinite sums become NaN, as a checkpoint
         has no infinity: above all a maximum without a token.
         """
-        totals, measured = self._reduce_totals_and_measures()
+        totals, measured = self._reduce_totals_over_all_ranks()
         numbers = [*totals, *(measured[0] if self._engine_measures else ())]
         return [number if math.isfinite(number) else float("nan") for number in numbers]
 
@@ -285,7 +285,7 @@ class ModelLossComputer:
         self._measures.append(MeasureSums(reductions, self._totals.device))
         return self._measures[-1]
 
-    def _reduce_totals_and_measures(self) -> tuple[list[float], list[list[float]]]:
+    def _reduce_totals_over_all_ranks(self) -> tuple[list[float], list[list[float]]]:
         """Return the totals and each objective's measures over ALL ranks (every rank must call it)."""
         # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
         parts = [self._totals, *(sums.values for sums in self._measures)]
@@ -301,7 +301,7 @@ class ModelLossComputer:
     ) -> None:
         self._labels, self._mtp_sums = keywords["labels"], []
 
-    def _compute_loss(self, labels: Tensor, states: Tensor) -> Tensor:
+    def _compute_objective_or_cross_entropy(self, labels: Tensor, states: Tensor) -> Tensor:
         """Return the loss of each token [b, s], from `labels` [b, s] and what the head returned.
 
         These are the logits [s, b, vocabulary / tp], or the head's input [s, b, h] where it is deferred.
@@ -309,7 +309,7 @@ class ModelLossComputer:
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
         if self._head is None:
-            mask_padding(states, self._count_local_vocabulary_logits(states.shape[-1]))
+            mask_padding(states, self._count_unpadded_local_logits(states.shape[-1]))
         if labels is self._labels:
             labels, factor = self._compute_labels_and_nan_factor(labels, micro_batch.loss_mask)
             if self._objective is None or micro_batch.is_blank:
@@ -338,9 +338,9 @@ class ModelLossComputer:
         return score_labels(states, labels, self._tp_group, temperature, self._head)
 
     def _set_head(self, weight: Tensor, chunk: int) -> None:
-        self._head = Head(weight, chunk, self._count_local_vocabulary_logits(weight.shape[0]))
+        self._head = Head(weight, chunk, self._count_unpadded_local_logits(weight.shape[0]))
 
-    def _count_local_vocabulary_logits(self, width: int) -> int:
+    def _count_unpadded_local_logits(self, width: int) -> int:
         """Return how many of this rank's `width` logits are of the vocabulary, and not padding."""
         rank: int = self._tp_group.rank()
         return max(0, self._vocabulary - width * rank)

@@ -56,7 +56,7 @@ class MicroBatch:
     is_blank: bool = False
 
     @cached_property
-    def weight_sums_by_loss(self) -> Tensor:
+    def token_count_and_weight_sums(self) -> Tensor:
         """[tokens, weight of the main loss, weight of each MTP depth] of this rank, float32."""
         masks = (self.loss_mask, *self.mtp_masks)
         return torch.stack([self.learned_tokens.float(), *(mask.sum() for mask in masks)])
@@ -128,24 +128,26 @@ def from_packing(
         sequences = (learned > 0).sum().int() * (packing.rank == 0)  # counted on the first rank only
     rows, length = packing.local_shape
     images = images and images.pack(packing)
-    loss_mask = packing.pack_concatenated(weights)
+    loss_mask = packing.pack_concatenated_tokens(weights)
     return MicroBatch(
-        ids=packing.pack_concatenated(ids),
-        labels=packing.pack_concatenated(labels),
+        ids=packing.pack_concatenated_tokens(ids),
+        labels=packing.pack_concatenated_tokens(labels),
         loss_mask=loss_mask,
-        position_ids=packing.positions if images is None else images.positions,
-        mtp_masks=tuple(packing.pack_concatenated(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
+        position_ids=packing.local_positions if images is None else images.positions,
+        mtp_masks=tuple(
+            packing.pack_concatenated_tokens(weights, roll=depth) for depth in range(1, mtp_layers + 1)
+        ),
         rows=rows,
         sequence_length=length * packing.alignment.cp,
         input_shape=tuple(ids.shape),
-        learned_tokens=packing.pack_concatenated(mask).sum().int(),
+        learned_tokens=packing.pack_concatenated_tokens(mask).sum().int(),
         learned_sequences=sequences,
         packed_seq_params=build_packed_seq_params(packing) if packing.qkv_format == "thd" else None,
         packing=packing,
         images=images,
         temperature=None if temperatures is None else packing.repeat_per_packed_row(temperatures, fill=1),
         extra_tensors={
-            name: _zero_unlearned_values(packing.pack_concatenated(value), loss_mask > 0)
+            name: _zero_unlearned_values(packing.pack_concatenated_tokens(value), loss_mask > 0)
             for name, value in (extra_tensors or {}).items()
         },
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.engine.microbatch import MicroBatch
-from bundle.engine.routes import Routes, Routing, build_forced_routes, from_router_rows
+from bundle.engine.routes import Routes, Routing, build_forced_routes_with_padding, from_router_rows
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore import context, routers
 from bundle.mcore.groups import Groups, ParallelGroup
@@ -36,7 +36,7 @@ class RouterReplay:
         self._recorded: list[Routes] | None = None
         if recipe.model.router_replay:
             self._routing = Routing.from_architecture(recipe.architecture)
-            self._routers = [routers.map_routers_to_layers(model) for model in models]
+            self._routers = [routers.map_decoder_routers_to_layers(model) for model in models]
             local_layers = [layer for chunk_routers in self._routers for layer in chunk_routers.values()]
             self._stages = RouterStages.gather(local_layers, groups.pp, self._routing)
 
@@ -58,7 +58,9 @@ class RouterReplay:
             self._recorded = before
 
     @contextmanager
-    def record_and_replay(self, micro_batches: Sequence[MicroBatch], *, has_backward: bool) -> Iterator[None]:
+    def replay_micro_batch_routes(
+        self, micro_batches: Sequence[MicroBatch], *, has_backward: bool
+    ) -> Iterator[None]:
         """Record and replay in one run of a schedule, which all ranks enter with the same micro-batches."""
         if self._recorded is None and all(micro_batch.routes is None for micro_batch in micro_batches):
             yield
@@ -74,14 +76,14 @@ class RouterReplay:
             if self._recorded is not None:
                 local_choices = [torch.cat(chunks, dim=1) for chunks in zip(*self._run.chosen, strict=True)]
                 packings = [micro_batch.packing for micro_batch in micro_batches]
-                self._recorded += collect_routes(
+                self._recorded += gather_micro_batch_routes(
                     local_choices, packings, routing, self._stages, self._groups, self._tp
                 )
         finally:
             self._run = None
 
     @contextmanager
-    def replay_forward(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
+    def record_and_replay_forward(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Record and replay in one forward pass of model chunk number `chunk` of this rank."""
         run = self._run
         if run is None:
@@ -90,7 +92,7 @@ class RouterReplay:
         layers = tuple(self._routers[chunk].values())
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
         packing = micro_batch.packing
-        forced_routes = build_forced_routes(
+        forced_routes = build_forced_routes_with_padding(
             micro_batch.routes, packing, self.routing, layers, part=part, parts=parts
         )
         with run.choices.record_forward(forced_routes) as chosen_experts:
@@ -160,7 +162,7 @@ class RouterStages:
         return [columns_by_layer[layer] for layer in layers]
 
 
-def collect_routes(
+def gather_micro_batch_routes(
     local_choices: Sequence[Tensor],
     packings: Sequence[Packing],
     routing: Routing,

@@ -175,7 +175,7 @@ class Routing:
         return problems
 
 
-def build_forced_routes(
+def build_forced_routes_with_padding(
     routes: Routes | None, packing: Packing, routing: Routing, layers: Sequence[int], *, part: int, parts: int
 ) -> ForcedRoutes | None:
     """Return the experts that the routers of these layers must choose on this rank; None: none.
@@ -183,7 +183,7 @@ def build_forced_routes(
     Without routes only padding rows are forced, so that recording computes what replay will compute. `part`
     of `parts` is the tensor rank under sequence parallelism.
     """
-    padded = packing.padding.total_buffer_rows > packing.padding.real_tokens
+    padded = packing.padding.total_rows_over_cp_ranks > packing.padding.real_tokens
     if not layers or (routes is None and not padded):
         return None
 
@@ -194,11 +194,13 @@ def build_forced_routes(
     else:
         columns = [routes.layers.index(layer) for layer in layers]
         chosen = routes.experts[:, columns].to(packing.device, non_blocking=True)
-        experts = to_router_rows(packing.pack_concatenated(chosen, fill=spread[:, :, None]), part, parts)
+        experts = to_router_rows(
+            packing.pack_concatenated_tokens(chosen, fill=spread[:, :, None]), part, parts
+        )
         rows = None
         if routes.free_mask is not None:
             is_forced = ~routes.free_mask.to(packing.device, non_blocking=True)
-            rows = to_router_rows(packing.pack_concatenated(is_forced, fill=True), part, parts)
+            rows = to_router_rows(packing.pack_concatenated_tokens(is_forced, fill=True), part, parts)
     by_layer = experts.transpose(0, 1).contiguous()
     return ForcedRoutes(dict(zip(layers, by_layer, strict=True)), rows)
 

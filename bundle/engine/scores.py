@@ -113,7 +113,9 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         parts = [
             measure(*portion)
             for inputs, *row_values in _split(chunk, states, column, temperature)
-            for portion in _split_portions(_compute_logits(inputs, weight, limit, buffer), *row_values)
+            for portion in _split_portions(
+                _compute_logits_or_pass_states(inputs, weight, limit, buffer), *row_values
+            )
         ]
         peak, total, weighted, picked = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
@@ -143,7 +145,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         for inputs, result, *row_values in _split(
             ctx.chunk, states, gradient, *rows, grad_log_probs, grad_entropy
         ):
-            logits = _compute_logits(inputs, weight, ctx.limit, buffer)
+            logits = _compute_logits_or_pass_states(inputs, weight, ctx.limit, buffer)
             slopes = result if weight is None else None
             for portion in _split_portions(logits, slopes, *row_values):
                 write(*portion)
@@ -153,7 +155,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
                 weight_gradient.add(logits.t() @ inputs)
         return (
             gradient,
-            weight_gradient and weight_gradient.compute_autograd_contribution(),
+            weight_gradient and weight_gradient.compute_autograd_remainder(),
             None,
             None,
             None,
@@ -178,7 +180,7 @@ class _WeightGradient:
     def add(self, part: Tensor) -> None:
         self._sum += part
 
-    def compute_autograd_contribution(self) -> Tensor:
+    def compute_autograd_remainder(self) -> Tensor:
         """Return what autograd adds to the gradient of the weight."""
         return torch.zeros_like(self._weight) if self._is_main else self._sum.to(self._weight.dtype)
 
@@ -188,7 +190,9 @@ def _allocate_logits_buffer(states: Tensor, weight: Tensor | None, chunk: int) -
     return None if weight is None else states.new_empty(min(chunk, len(states)), len(weight))
 
 
-def _compute_logits(states: Tensor, weight: Tensor | None, limit: int, buffer: Tensor | None) -> Tensor:
+def _compute_logits_or_pass_states(
+    states: Tensor, weight: Tensor | None, limit: int, buffer: Tensor | None
+) -> Tensor:
     """Return the logits [n, v] of states [n, h], in the buffer; without a weight, the states themselves."""
     if weight is None or buffer is None:
         return states

@@ -8,7 +8,7 @@ from bundle.mcore.groups import ParallelGroup
 from bundle.packing.packing import Packing
 
 
-class SequenceSums:
+class MicroBatchSequenceSums:
     """Adds the tokens of each sequence of one micro-batch up, on every context-parallel rank alike."""
 
     def __init__(self, packing: Packing, cp: ParallelGroup) -> None:

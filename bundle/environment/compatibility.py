@@ -19,14 +19,14 @@ from bundle.environment.packages import InstalledPackages, parse_minor_version, 
 from bundle.errors import UsageError, format_validation_errors
 
 COMPATIBILITY_FILE = Path(__file__).with_name("compatibility.json")
-PYTHON = "python"  # its place among the packages
-EMULATED_DEVICE = "emulated"  # the device where an accelerator's libraries are stand-ins
+PYTHON_KEY = "python"  # its place among the packages
+EMULATED_ACCELERATOR = "emulated"  # the device where an accelerator's libraries are stand-ins
 _MEGATRON_PACKAGE = "megatron-core"
 
 
 def is_emulated(device: str) -> bool:
     """Return whether the name of a device says that the device is emulated."""
-    return EMULATED_DEVICE in device.lower()
+    return EMULATED_ACCELERATOR in device.lower()
 
 
 VersionText = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.!+]{0,63}$")]
@@ -47,7 +47,7 @@ class _BackendPackageVersions(BaseModel):
 class Combination(_BackendPackageVersions):
     """Versions that one command ran in, and what it has proven with them."""
 
-    device: LineText  # "cpu", the accelerator's name, or EMULATED_DEVICE
+    device: LineText  # "cpu", the accelerator's name, or EMULATED_ACCELERATOR
     proven: Annotated[tuple[LineText, ...], Field(min_length=1, strict=False)]
     command: LineText
     date: Annotated[datetime.date, Field(strict=False)]
@@ -58,14 +58,14 @@ class Combination(_BackendPackageVersions):
     @field_validator("device")
     @classmethod
     def _check_emulated_device_name(cls, device: str) -> str:
-        if is_emulated(device) and device != EMULATED_DEVICE:
-            raise ValueError(f"an emulated device must be called {EMULATED_DEVICE}")
+        if is_emulated(device) and device != EMULATED_ACCELERATOR:
+            raise ValueError(f"an emulated device must be called {EMULATED_ACCELERATOR}")
         return device
 
     @property
     def device_name_unless_emulated(self) -> str:
         """The name of the device that it ran on; empty where that was emulated."""
-        return "" if self.device == EMULATED_DEVICE else self.device
+        return "" if self.device == EMULATED_ACCELERATOR else self.device
 
 
 class PinnedImage(_BackendPackageVersions):
@@ -100,12 +100,12 @@ class CombinationTable(BaseModel):
 
 def _has_same_version(package: str, version: str, combination: Combination) -> bool:
     recorded = combination.get_version(package)
-    if package == PYTHON and recorded is not None:
+    if package == PYTHON_KEY and recorded is not None:
         return parse_minor_version(recorded) == parse_minor_version(version)
     return recorded is not None and Version(recorded).public == Version(version).public
 
 
-def parse(text: str, origin: str) -> CombinationTable:
+def parse_json(text: str, origin: str) -> CombinationTable:
     """Return the table in a JSON text. Raise UsageError with every error in the table."""
     try:
         return CombinationTable.model_validate_json(text)
@@ -116,7 +116,9 @@ def parse(text: str, origin: str) -> CombinationTable:
 @cache
 def load() -> CombinationTable:
     """Return the table that the package ships."""
-    return parse(files.read_content(COMPATIBILITY_FILE, 1 << 22).decode("utf-8"), COMPATIBILITY_FILE.name)
+    return parse_json(
+        files.read_content(COMPATIBILITY_FILE, 1 << 22).decode("utf-8"), COMPATIBILITY_FILE.name
+    )
 
 
 class CombinationAdvice(NamedTuple):
@@ -162,7 +164,9 @@ def resolve(table: CombinationTable, backend: str, core: str = "") -> Combinatio
     )
     elsewhere = [seen for seen in table.combinations if seen.backend != backend and matches_request(seen)]
     return CombinationAdvice(
-        None, nearest=(*_drop_duplicate_releases(near), *_drop_duplicate_releases(elsewhere)), images=images
+        None,
+        nearest=(*_drop_duplicate_megatron_releases(near), *_drop_duplicate_megatron_releases(elsewhere)),
+        images=images,
     )
 
 
@@ -178,7 +182,7 @@ def list_tested_versions(
     return {seen.packages[package]: seen for seen in sorted(tested, key=lambda seen: seen.date)}
 
 
-def build_combination(
+def build_proven_combination(
     stack: InstalledPackages,
     backend: str,
     device: str,
@@ -190,15 +194,15 @@ def build_combination(
     """Return the combination of versions that runs now: this interpreter and these packages.
 
     `core` replaces the version of megatron-core. `device` is the name of the device; an emulated one is
-    recorded as EMULATED_DEVICE alone.
+    recorded as EMULATED_ACCELERATOR alone.
     """
-    versions = {package.name: package.version for package in stack.list_packages() if package.version}
+    versions = {package.name: package.version for package in stack.list_tracked_packages() if package.version}
     core_version = {_MEGATRON_PACKAGE: core} if core else {}
     return Combination.model_validate(
         {
             "backend": backend,
-            "packages": {**versions, **core_version, PYTHON: image.get_python_version()},
-            "device": EMULATED_DEVICE if is_emulated(device) else device,
+            "packages": {**versions, **core_version, PYTHON_KEY: image.get_python_version()},
+            "device": EMULATED_ACCELERATOR if is_emulated(device) else device,
             "proven": tuple(proven),
             "command": command,
             "date": datetime.date.today(),
@@ -223,7 +227,7 @@ def _measure_distance(release: tuple[int, ...], target: tuple[int, ...]) -> tupl
     return tuple(abs(a - b) for a, b in zip(release, (*target, 0, 0), strict=False))
 
 
-def _drop_duplicate_releases(entries: Iterable[Combination]) -> Iterator[Combination]:
+def _drop_duplicate_megatron_releases(entries: Iterable[Combination]) -> Iterator[Combination]:
     """Yield the first entry for each backend and megatron-core, in their order."""
     by_release: dict[tuple[str, str], Combination] = {}
     for entry in entries:
@@ -234,4 +238,4 @@ def _drop_duplicate_releases(entries: Iterable[Combination]) -> Iterator[Combina
 def build_pins(combination: Combination) -> Mapping[str, str]:
     """Return the versions to pin with pip: package -> public version, megatron-core first, without Python."""
     order = sorted(combination.packages, key=lambda name: (name != _MEGATRON_PACKAGE, name != "torch", name))
-    return {name: Version(combination.packages[name]).public for name in order if name != PYTHON}
+    return {name: Version(combination.packages[name]).public for name in order if name != PYTHON_KEY}

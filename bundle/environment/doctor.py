@@ -14,13 +14,13 @@ from packaging.version import Version
 import bundle
 from bundle import files
 from bundle.environment.ascend import read_cann_version
-from bundle.environment.hardware import count_node_0_files, detect
+from bundle.environment.hardware import count_node_0_open_files, detect
 from bundle.environment.image import check_image
 from bundle.environment.machine import DetectedValue, Finding, Hardware, Machine, fail, ok, warn
 from bundle.environment.packages import (
     InstalledPackages,
     Package,
-    detect_triton_requirement,
+    detect_megatron_triton_import,
     get_triton_distribution,
     parse_minor_version,
 )
@@ -147,8 +147,8 @@ def _check_host(hardware: Hardware) -> Iterator[Finding]:
         yield warn("shared memory", cause, fix)
     most = host.open_files
     if most.value is not None and most.value < ENOUGH_FILES:
-        own_files = count_node_0_files(0, ranks)
-        most_nodes = int(most.value - own_files) // (count_node_0_files(1, ranks) - own_files)
+        own_files = count_node_0_open_files(0, ranks)
+        most_nodes = int(most.value - own_files) // (count_node_0_open_files(1, ranks) - own_files)
         cause = (
             f"only {most.value:g} ({most.reason}), so a job may have at most {max(most_nodes, 1)} nodes of"
             f" {ranks} ranks, as each rank and node has a connection to node 0"
@@ -266,7 +266,7 @@ def _check_megatron(stack: InstalledPackages, extra: str) -> Iterator[Finding]:
             " patch was reviewed for it"
         )
         yield warn("megatron-core", cause, "see `mcore-bundle patches plan`, or install a supported release")
-    needs_triton, evidence = detect_triton_requirement(megatron.core.root, version)
+    needs_triton, evidence = detect_megatron_triton_import(megatron.core.root, version)
     if needs_triton and stack.find_package("triton") is None:
         cause = f"not installed, and megatron-core {core.version} imports it on every machine ({evidence})"
         yield fail("triton", cause, f"pip install {get_triton_distribution(extra)}")

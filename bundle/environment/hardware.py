@@ -18,7 +18,7 @@ from bundle.environment.machine import (
     Host,
     Machine,
     VendorDevices,
-    get_local_machine,
+    build_local_machine,
 )
 from bundle.errors import EnvironmentUnfit, UsageError
 
@@ -56,7 +56,7 @@ def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
     Raise EnvironmentUnfit if both kinds of accelerator are visible or the requested backend has no device
     here. Raise it also if the driver refuses the value of a visibility variable.
     """
-    machine = machine or get_local_machine()
+    machine = machine or build_local_machine()
     if backend == "cpu":
         return _build_cpu_hardware(machine, "as requested; accelerators were not probed")
     if backend not in BACKEND_CHOICES_WITH_AUTO:
@@ -85,14 +85,14 @@ def _build_accelerator_hardware(machine: Machine, side: VendorDevices) -> Hardwa
         toolkit=side.toolkit,
         link=side.link,
         rdma=find_rdma_ports(machine),
-        host=read_host(machine),
+        host=read_host_limits(machine),
         notes=side.notes,
     )
 
 
 def _build_cpu_hardware(machine: Machine, reason: str) -> Hardware:
     none: DetectedValue[str] = DetectedValue(None, "no accelerator in use")
-    return Hardware("cpu", reason, (), none, none, none, find_rdma_ports(machine), read_host(machine))
+    return Hardware("cpu", reason, (), none, none, none, find_rdma_ports(machine), read_host_limits(machine))
 
 
 def _explain_absence(sides: Sequence[VendorDevices]) -> str:
@@ -148,14 +148,14 @@ def build_preset(name: str, per_node: int | None = None) -> Hardware:
     )
 
 
-def read_host(machine: Machine) -> Host:
+def read_host_limits(machine: Machine) -> Host:
     """Return the limits of this process on this machine, each with the file that it was read from."""
     total = _read_total_memory_bytes(machine)
     limits = machine.read("/proc/self/limits")
     return Host(
         processors=_count_processors(machine),
         memory=_read_memory_limit(machine, total),
-        shared_memory=_read_shm_or_half_memory(machine, total),
+        shared_memory=_read_shm_size(machine, total),
         locked_memory=_read_limit(limits, "Max locked memory"),
         open_files=_read_limit(limits, "Max open files", column=1),
         stack=_read_limit(limits, "Max stack size"),
@@ -254,7 +254,7 @@ def _read_mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
     return mounts
 
 
-def _read_shm_or_half_memory(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
+def _read_shm_size(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
     """Return the size of /dev/shm [bytes] by its last mount; by default tmpfs takes half of the memory."""
     mounted = [options for point, _, options in _read_mounts(machine) if point == "/dev/shm"]
     if not mounted:
@@ -269,7 +269,7 @@ def _read_shm_or_half_memory(machine: Machine, total: DetectedValue[float]) -> D
     return DetectedValue(half, "/dev/shm is mounted without a size: half of the memory")
 
 
-def count_node_0_files(nodes: int, per_node: int) -> int:
+def count_node_0_open_files(nodes: int, per_node: int) -> int:
     """Return the open files of node 0's agent, whose store has a connection from each rank and each agent."""
     return nodes * (per_node + 1) + 2 * per_node + _AGENT_BASE_OPEN_FILES
 

@@ -28,7 +28,7 @@ from bundle.errors import EnvironmentUnfit, UsageError
 
 _SITE_PATTERNS = ("lib/{0}/site-packages", "lib64/{0}/site-packages", "local/lib/{0}/dist-packages")
 _DEBIAN_SITE = "lib/python3/dist-packages"  # one for every Python 3
-_MOST_BASE_ENVIRONMENTS = 4  # environments that stand on one another
+_MAX_VENV_CHAIN_LENGTH = 4  # environments that stand on one another
 
 
 def reconstruct_search_path(environment: str) -> SearchPath:
@@ -38,7 +38,7 @@ def reconstruct_search_path(environment: str) -> SearchPath:
     Raise UsageError where there is no such environment.
     """
     prefix = _find_prefix(environment)
-    sites = _find_sites(prefix) if prefix else []
+    sites = _find_sites_with_bases(prefix) if prefix else []
     if not sites:
         shown = files.to_printable(environment[:200])
         raise UsageError(
@@ -62,7 +62,12 @@ def find_other_environment() -> str | None:
             return environment
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         program = shutil.which("python3", path=folder) or shutil.which("python", path=folder)
-        if folder and program and Path(folder).parent != prefix and _find_sites(Path(folder).parent):
+        if (
+            folder
+            and program
+            and Path(folder).parent != prefix
+            and _find_sites_with_bases(Path(folder).parent)
+        ):
             return program
     return None
 
@@ -76,7 +81,7 @@ def _find_prefix(environment: str) -> Path | None:
     return Path(program).absolute().parent.parent if program else None
 
 
-def _find_sites(prefix: Path) -> list[Path]:
+def _find_sites_with_bases(prefix: Path) -> list[Path]:
     """Return the package directories of an environment and of the environments below it, in their order."""
     by_directory = {
         directory.resolve(): directory
@@ -88,7 +93,7 @@ def _find_sites(prefix: Path) -> list[Path]:
 
 def _list_site_candidates(prefix: Path) -> Iterator[Path]:
     """Yield the directories in which the packages of an environment may lie."""
-    for _ in range(_MOST_BASE_ENVIRONMENTS):
+    for _ in range(_MAX_VENV_CHAIN_LENGTH):
         settings = _read_settings(prefix / "pyvenv.cfg")
         release = _find_python_directory_name(prefix, settings)
         directories = [
@@ -138,7 +143,7 @@ def _read_editable_finders(site: Path) -> Iterator[EditableInstall]:
 
 _START_SECONDS = 60  # for an interpreter to start, on a busy machine and a network's disk
 # Without $PYTHON..., without the current directory, without writing bytecode.
-_ISOLATED_OPTIONS = ("-E", "-P", "-B", "-c")
+_SITES_PROBE_OPTIONS = ("-E", "-P", "-B", "-c")
 _SITES_PROBE_SCRIPT = """
 import json, site, sys, sysconfig
 user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
@@ -179,7 +184,7 @@ def query_sites(environment: str) -> Sites:
     if python is not None:
         try:
             process = subprocess.run(
-                [python, *_ISOLATED_OPTIONS, _SITES_PROBE_SCRIPT],
+                [python, *_SITES_PROBE_OPTIONS, _SITES_PROBE_SCRIPT],
                 capture_output=True,
                 text=True,
                 timeout=_START_SECONDS,
@@ -218,7 +223,7 @@ def query_sites(environment: str) -> Sites:
 def find_sites(environment: str) -> tuple[Path, ...]:
     """Return the directories whose .pth files another interpreter reads; see `reconstruct_search_path`."""
     prefix = _find_prefix(environment)
-    return tuple(_find_sites(prefix)) if prefix else ()
+    return tuple(_find_sites_with_bases(prefix)) if prefix else ()
 
 
 def list_own_sites() -> tuple[Path, ...]:

@@ -255,7 +255,7 @@ class Machine(NamedTuple):
             return ()
 
 
-def get_local_machine() -> Machine:
+def build_local_machine() -> Machine:
     """Return the machine that this process runs on."""
     return Machine(Path("/"), os.environ, run_command)
 

@@ -22,10 +22,10 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 QUERY_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_version", "mig.mode.current")
 QUERY_COMMAND = ("nvidia-smi", f"--query-gpu={','.join(QUERY_FIELDS)}", "--format=csv,noheader,nounits")
 TOPOLOGY_COMMAND = ("nvidia-smi", "topo", "-m")
-LIST_COMMAND = ("nvidia-smi", "-L")
+MIG_LIST_COMMAND = ("nvidia-smi", "-L")
 
 # The driver reads an index as strtol does: blanks, a sign, digits; whatever follows the digits is ignored.
-_DEVICE_INDEX_PATTERN = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
+_STRTOL_INDEX_PATTERN = r"[ \t\n\v\f\r]*([+-]?[0-9]+)"
 _MIG_LINE = r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID:\s*(?P<uuid>MIG-[^)\s]+)\)"
 
 
@@ -133,7 +133,7 @@ def _list_mig_instances(machine: Machine, gpus: list[_Gpu]) -> list[Accelerator]
     instances: list[Accelerator] = []
     parent = gpus[0].device
     by_number = {gpu.device.number: gpu.device for gpu in gpus}
-    for line in (machine.run(LIST_COMMAND).value or "").splitlines():
+    for line in (machine.run(MIG_LIST_COMMAND).value or "").splitlines():
         if match := re.match(rf"GPU ({NUMBER_PATTERN}):", line):
             parent = by_number.get(int(match[1]), parent)
         elif match := re.match(_MIG_LINE, line):
@@ -202,7 +202,7 @@ def select_visible(value: str | None, uuids: Sequence[str], instances: Sequence[
 
 
 def _find_by_index(entry: str, count: int) -> int | None:
-    match = re.match(_DEVICE_INDEX_PATTERN, entry)
+    match = re.match(_STRTOL_INDEX_PATTERN, entry)
     if match is None or len(match[1]) > MOST_DIGITS or not 0 <= int(match[1]) < count:
         return None
     return int(match[1])

@@ -210,7 +210,7 @@ MEGATRON_FRAMEWORK_PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def detect_triton_requirement(root: Path | None, version: Version) -> tuple[bool, str]:
+def detect_megatron_triton_import(root: Path | None, version: Version) -> tuple[bool, str]:
     """Return whether a megatron-core imports triton on every machine, and the evidence.
 
     The evidence is its source in `root`, the directory that holds `megatron`, or else its version number.
@@ -301,7 +301,7 @@ class InstalledPackages:
         version = record.version if record else _read_version_literal(path)
         return Package(name, version, commit, path)
 
-    def list_packages(self) -> tuple[Package, ...]:
+    def list_tracked_packages(self) -> tuple[Package, ...]:
         """Return every package of PACKAGES that is installed."""
         return tuple(package for name in PACKAGES if (package := self.find_package(name)) is not None)
 

@@ -110,7 +110,7 @@ KERNEL_RULES = (
     ),
 )
 
-PORT_IN_USE_MESSAGE = (
+PORT_IN_USE_ADVICE = (
     "the rendezvous port is in use on this node. End the process that listens on it, or name another port"
     " with --rendezvous"
 )
@@ -120,7 +120,7 @@ AGENT_RULES = (
     _build_rule(
         FailureKind.LAUNCH,
         r"failed to listen on any local network address|EADDRINUSE|Address already in use",
-        PORT_IN_USE_MESSAGE,
+        PORT_IN_USE_ADVICE,
         RestartAction.STOP,
     ),
 )

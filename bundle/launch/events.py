@@ -25,7 +25,7 @@ def print_event(event: str, **values: Any) -> None:
     print(json.dumps(document, allow_nan=False), flush=True)
 
 
-def route_event_or_log_line(line: str, prefix: str) -> None:
+def print_event_or_log_line(line: str, prefix: str) -> None:
     """Write an event of a rank to standard output, and any other line to standard error, behind `prefix`."""
     if line.startswith(_EVENT_PREFIX):
         print(line, flush=True)

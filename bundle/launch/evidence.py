@@ -131,7 +131,7 @@ def gather_evidence(
         nodes=rendezvous.nodes,
         per_node=per_node,
         outcomes=tuple(
-            _fill_missing_hang_code(outcome) if has_hung else outcome
+            _mark_live_rank_as_hung(outcome) if has_hung else outcome
             for outcome in outcomes.read(folder, local_folder)
         ),
         agent_log=read_tail(folder / "agent.log"),
@@ -143,14 +143,14 @@ def gather_evidence(
         has_killed_ranks=has_killed_ranks,
         has_failed_elsewhere=has_failed_elsewhere,
         wait_failure=wait_failure,
-        notices=outcomes.read_last_notices(folder),
+        notices=outcomes.read_recent_notices(folder),
         agent_pid=agent_pid,
         storage_failure=storage_failure,
         connections=network.read(world),
     )
 
 
-def _fill_missing_hang_code(outcome: RankState) -> RankState:
+def _mark_live_rank_as_hung(outcome: RankState) -> RankState:
     return (
         outcome
         if outcome.code is not None

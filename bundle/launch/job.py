@@ -27,7 +27,7 @@ from bundle.environment import BACKENDS, MOST_RANKS, MOST_RANKS_PER_NODE, image,
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import MegatronCopies, parse_base_version
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError, format_validation_errors, format_value
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch import FilePath, Start, outcomes
 from bundle.launch.command import NODE_WAIT_SECONDS, Launch
 from bundle.launch.rendezvous import Rendezvous
@@ -98,15 +98,15 @@ class Job:
     def agreement_fields(self) -> Mapping[str, str]:
         """The values that must be the same on every rank, by name: no paths, no facts about one machine."""
         return {
-            "recipe": digest_json(self.recipe.dump()),
+            "recipe": compute_short_json_digest(self.recipe.dump()),
             "backend": self.backend,
             "layout": f"{self.nodes} x {self.per_node}",
-            "environment": digest_json(
+            "environment": compute_short_json_digest(
                 {k: v for k, v in self.environment.items() if k not in self.overridable_variables}
             ),
             "attention": self.attention,
-            "image": _digest_image(self.image),
-            "start": digest_json(self.start.model_dump(mode="json")),
+            "image": _digest_image_record(self.image),
+            "start": compute_short_json_digest(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
             **(self.patches.get_rank_invariant_fields() if self.patches else {"patches": UNDECIDED}),
         }
@@ -122,13 +122,13 @@ class Job:
     @property
     def agreement_digest(self) -> str:
         """The digest of `agreement_fields`, 16 hexadecimal digits."""
-        return digest_json(self.agreement_fields)
+        return compute_short_json_digest(self.agreement_fields)
 
     def dump(self) -> dict[str, Any]:
         """Return the JSON values of the file."""
         document = {"format": FORMAT, "version": VERSION}
         document |= _ADAPTER.dump_python(self, mode="json", by_alias=True)
-        return document | {"digest": digest_json(document)}
+        return document | {"digest": compute_short_json_digest(document)}
 
     def to_text(self) -> str:
         """Return the text of the file."""
@@ -143,9 +143,9 @@ class Job:
 _ADAPTER = TypeAdapter(Job)
 
 
-def _digest_image(record: BuildInfo | Literal["undecided"] | None) -> str:
+def _digest_image_record(record: BuildInfo | Literal["undecided"] | None) -> str:
     if isinstance(record, BuildInfo):
-        return digest_json(record.model_dump())
+        return compute_short_json_digest(record.model_dump())
     return record or "none"
 
 
@@ -229,7 +229,9 @@ def from_plan(
         environment=job_plan.environment_variables,
         attention=job_plan.attention.value,
         mem_fraction_static=share.chosen if share else None,
-        learning_bytes=max(stage.states.device_total + stage.activations.peak for stage in job_plan.memory)
+        learning_bytes=max(
+            stage.states.device_total + stage.activations.total_peak for stage in job_plan.memory
+        )
         if share
         else 0,
         megatron=job_plan.megatron.version,
@@ -298,7 +300,7 @@ def load(file: Path) -> Job:
 
 def parse(data: bytes | str) -> Job:
     """Return the job that `Job.to_text` wrote. Raise UsageError for anything else."""
-    document, digest = _parse_and_digest_document(data)
+    document, digest = _parse_and_digest_fields(data)
     if document.get("format") != FORMAT:
         raise UsageError("this is not a job file of mcore-bundle")
     if document.get("version") != VERSION:
@@ -327,7 +329,7 @@ def parse(data: bytes | str) -> Job:
     return job
 
 
-def _parse_and_digest_document(data: bytes | str) -> tuple[dict[str, Any], str]:
+def _parse_and_digest_fields(data: bytes | str) -> tuple[dict[str, Any], str]:
     """Return the JSON object in a text, and the digest of its content without the digest itself."""
 
     def refuse_constant(number: str) -> NoReturn:
@@ -337,6 +339,8 @@ def _parse_and_digest_document(data: bytes | str) -> tuple[dict[str, Any], str]:
         document = json.loads(data, parse_constant=refuse_constant)
         if not isinstance(document, dict):
             raise UsageError("this is not a job file of mcore-bundle")
-        return document, digest_json({key: value for key, value in document.items() if key != "digest"})
+        return document, compute_short_json_digest(
+            {key: value for key, value in document.items() if key != "digest"}
+        )
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}") from error

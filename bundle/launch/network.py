@@ -31,7 +31,7 @@ class NodeConnections:
     unanswered: tuple[str, ...] = ()
 
 
-def read_connections(tables: Sequence[Path] = _TCP_TABLES) -> NodeConnections:
+def read_established_connections(tables: Sequence[Path] = _TCP_TABLES) -> NodeConnections:
     """Return the connections of this node's network namespace, from the kernel's tables."""
     addresses, unanswered = set(), set()
     for table in tables:
@@ -57,7 +57,7 @@ def _decode_kernel_address(text: str) -> str:
 
 def write_connections(folder: Path, node_rank: int) -> None:
     """Write this node's connections for the other nodes. Raise JobFailed where nothing can be written."""
-    files.write_json(folder / f"network-{node_rank}.json", asdict(read_connections()))
+    files.write_json(folder / f"network-{node_rank}.json", asdict(read_established_connections()))
 
 
 def read(folder: Path) -> tuple[NodeConnections, ...]:

@@ -70,7 +70,7 @@ class Heartbeat:
     exit_code: int | None = None
 
     @property
-    def file_name(self) -> str:
+    def encoded_file_name(self) -> str:
         """The name of the heartbeat's file."""
         waits_for, exit_code = (
             "" if value is None else str(value) for value in (self.waits_for, self.exit_code)
@@ -81,14 +81,14 @@ class Heartbeat:
     @classmethod
     def from_file_name(cls, file_name: str) -> "Heartbeat | None":
         """Return the heartbeat in the name of a file; None for another kind of file."""
-        if (match := _HEARTBEAT_FILE.fullmatch(file_name)) is None:
+        if (match := _HEARTBEAT_FILE_PATTERN.fullmatch(file_name)) is None:
             return None
         token, number, count, waits_for, fit, exit_code = match.groups()
         waits, code = (int(text) if text else None for text in (waits_for, exit_code))
         return cls(token, int(number), int(count), waits, fit == "out", code)
 
 
-_HEARTBEAT_FILE = re.compile(r"beat-(\w+)-(\d+)-(\d+)-(\d*)-(fit|out)-(\d*)")
+_HEARTBEAT_FILE_PATTERN = re.compile(r"beat-(\w+)-(\d+)-(\d+)-(\d*)-(fit|out)-(\d*)")
 _ROUND_FILE_PATTERN = re.compile(r"round-(\d+)\.json")
 
 
@@ -114,7 +114,7 @@ class NodeRegistry:
         self.folder = folder
         self.own_entry = NodeEntry(secrets.token_hex(4), number, name, address)
         self._heartbeat_count, self._last_heartbeat = 0, -HEARTBEAT_SECONDS
-        self._heartbeat_file = self._heartbeat.file_name  # does not exist yet
+        self._heartbeat_file = self._heartbeat.encoded_file_name  # does not exist yet
         # By token: the heartbeat, the time at which it was new, and whether it has changed since our start.
         self._known_nodes: dict[str, tuple[Heartbeat, float, bool]] = {}
         self._has_polled, self._last_poll = False, -_POLL_SECONDS
@@ -126,10 +126,10 @@ class NodeRegistry:
         """Change this node's entry. Raise JobFailed where nothing can be written."""
         self.own_entry = replace(self.own_entry, **changes)
         files.write_json(self._get_entry_path(self.own_entry.token), asdict(self.own_entry))
-        if not self._rename_heartbeat():
-            with files.convert_write_errors(self.folder / self._heartbeat.file_name):
-                (self.folder / self._heartbeat.file_name).touch()
-            self._heartbeat_file = self._heartbeat.file_name
+        if not self._renew_heartbeat_by_rename():
+            with files.convert_write_errors(self.folder / self._heartbeat.encoded_file_name):
+                (self.folder / self._heartbeat.encoded_file_name).touch()
+            self._heartbeat_file = self._heartbeat.encoded_file_name
 
     def send_heartbeat_if_due(self) -> None:
         """Renew this node's heartbeat if it is due; the launcher calls it at each poll."""
@@ -138,7 +138,9 @@ class NodeRegistry:
             interval = get_running_interval(len(self._known_nodes))
         if time.monotonic() - self._last_heartbeat >= interval:
             with suppress(JobFailed):  # a full disk must not end running ranks
-                if not self._rename_heartbeat():  # another node has taken us for lost and removed our files
+                if (
+                    not self._renew_heartbeat_by_rename()
+                ):  # another node has taken us for lost and removed our files
                     self.update_entry()
 
     def poll_if_due(self) -> bool:
@@ -191,7 +193,7 @@ class NodeRegistry:
             token for token in tokens if self._known_nodes.get(token, _UNSEEN_NODE)[0].exit_code is not None
         }
 
-    def has_heartbeat_since_start(self, tokens: Iterable[str]) -> bool:
+    def has_any_heartbeat_since_start(self, tokens: Iterable[str]) -> bool:
         """Return whether any of the nodes has lived since this one came.
 
         Nodes that never did belong to an earlier start.
@@ -204,7 +206,7 @@ class NodeRegistry:
         """Return the names of nodes, as far as they have entries."""
         return ", ".join(entry.name for entry in map(self.read_entry, tokens) if entry)
 
-    def find_observed_exit_codes(self, tokens: Iterable[str]) -> dict[str, int]:
+    def find_newly_recorded_exit_codes(self, tokens: Iterable[str]) -> dict[str, int]:
         """Return the exit codes of the nodes that ended while we polled.
 
         Nodes that had ended before belong to an earlier start.
@@ -255,7 +257,7 @@ class NodeRegistry:
         for token in [token for token in self._known_nodes if token not in live_tokens]:
             heartbeat, _, _ = self._known_nodes.pop(token)
             with suppress(FileNotFoundError):  # the node lives after all
-                (self.folder / heartbeat.file_name).unlink()
+                (self.folder / heartbeat.encoded_file_name).unlink()
                 self._get_entry_path(token).unlink()
 
     def _choose_lost_seconds(self, heartbeat: Heartbeat) -> float:
@@ -272,19 +274,19 @@ class NodeRegistry:
             entry.token, entry.number, self._heartbeat_count, entry.waits_for, bool(entry.out), exit_code
         )
 
-    def _rename_heartbeat(self) -> bool:
+    def _renew_heartbeat_by_rename(self) -> bool:
         """Renew this node's heartbeat by a rename, and return whether there was a file to rename.
 
         Raise JobFailed where the disk refuses it.
         """
         self._heartbeat_count += 1
         self._last_heartbeat = time.monotonic()
-        with files.convert_write_errors(self.folder / self._heartbeat.file_name):
+        with files.convert_write_errors(self.folder / self._heartbeat.encoded_file_name):
             try:
-                (self.folder / self._heartbeat_file).rename(self.folder / self._heartbeat.file_name)
+                (self.folder / self._heartbeat_file).rename(self.folder / self._heartbeat.encoded_file_name)
             except FileNotFoundError:
                 return False
-        self._heartbeat_file = self._heartbeat.file_name
+        self._heartbeat_file = self._heartbeat.encoded_file_name
         return True
 
     def _get_entry_path(self, token: str) -> Path:

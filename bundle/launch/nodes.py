@@ -130,7 +130,7 @@ def write_failed_start_verdict(folder: Path, rendezvous: Rendezvous, verdict: Ve
         files.write_json(path, {"port": rendezvous.port, **verdict.dump()})
 
 
-class PeerStartFailureWatcher:
+class PeerStartFailurePoller:
     """The failures of other nodes before the nodes met, from the creation of this object.
 
     Nodes that meet at another port belong to another launch in the same run directory.
@@ -166,7 +166,7 @@ class PeerStartFailureWatcher:
         return status.st_ino, status.st_mtime_ns
 
 
-class PeerVerdictWatcher:
+class PeerFailurePoll:
     """The other nodes of a launch, as this one sees them while its own ranks run.
 
     `has_failed_peer`: one of them ended with a failure, so its ranks will not meet ours any more.

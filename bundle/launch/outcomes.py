@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 # The variable with the folder of one launch on one node; unset where another launcher started the ranks.
 LAUNCH_FOLDER_VARIABLE = "BUNDLE_OUTCOMES"
 # The variable with the folder on this node that gets what cannot be written to that of the launch.
-LOCAL_FOLDER_VARIABLE = "BUNDLE_LOCAL_OUTCOMES"
+FALLBACK_FOLDER_VARIABLE = "BUNDLE_LOCAL_OUTCOMES"
 # The variable with the name of a pod's node; the host name is that of the pod.
 KUBERNETES_NODE_VARIABLE = "K8S_NODE_NAME"
 AGENT_PID_FILE = "agent.pid"
@@ -87,7 +87,7 @@ def get_launch_folder() -> Path | None:
     return Path(value) if value else None
 
 
-def choose_fallback_temp_folder() -> Path | None:
+def choose_disk_failure_folder() -> Path | None:
     """Return the folder on this node for a launch whose disk fails; it does not exist yet.
 
     Return None where this node has no directory for temporary files.
@@ -117,7 +117,7 @@ def write_on_any_disk(name: str, values: Mapping[str, Any], folder: Path, local_
 
 def write(outcome: RankState) -> None:
     """Write the state of a rank, in one rename, where the launcher reads it."""
-    folder, local_folder = get_launch_folder(), os.environ.get(LOCAL_FOLDER_VARIABLE)
+    folder, local_folder = get_launch_folder(), os.environ.get(FALLBACK_FOLDER_VARIABLE)
     if folder is not None:
         name = f"rank-{outcome.rank}.json"
         write_on_any_disk(name, asdict(outcome), folder, Path(local_folder) if local_folder else None)
@@ -139,7 +139,7 @@ def read(folder: Path, local_folder: Path | None = None) -> list[RankState]:
     )
 
 
-def publish_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
+def publish_world_folder_to_launcher(world: Path, node_rank: int, local_rank: int) -> None:
     """Create the folder that all ranks of this launch share, and write its path for the launcher.
 
     Nodes that share the run directory share the folder; the first rank of each node writes the node's name
@@ -153,7 +153,7 @@ def publish_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
 
 
 def read_world_folder_path(folder: Path) -> Path | None:
-    """Return the folder that `publish_world_folder` made for the launch with this log folder.
+    """Return the folder that `publish_world_folder_to_launcher` made for the launch with this log folder.
 
     Return None where ranks never met.
     """
@@ -168,7 +168,7 @@ def request_hang_snapshots() -> None:
             (folder / HANG_FILE).touch()
 
 
-def is_hang_announced() -> bool:
+def is_node_hang_announced() -> bool:
     """Return whether a rank of this node has noticed a hang."""
     folder = get_launch_folder()
     return folder is not None and (folder / HANG_FILE).exists()
@@ -182,7 +182,7 @@ def record_notice(message: str) -> None:
             print(message, file=file)
 
 
-def read_last_notices(folder: Path) -> tuple[str, ...]:
+def read_recent_notices(folder: Path) -> tuple[str, ...]:
     """Return the last notices of the ranks of this node."""
     return tuple((files.read_text_if_small(folder / NOTICES_FILE) or "").splitlines()[-_MOST_NOTICES:])
 

@@ -42,7 +42,7 @@ _RANK_FAILURE_GRACE_SECONDS = 5.0
 _AGENT_EXIT_GRACE_SECONDS = 8.0
 # The time for ranks to end after their agent was killed.
 _ORPHAN_KILL_TIMEOUT_SECONDS = 5.0
-_FIRST_WAIT_REPORT_SECONDS = 10.0
+_FIRST_RENDEZVOUS_REPORT_SECONDS = 10.0
 # In /proc/PID/status: the signals that a process ignores, and those that it handles.
 _IGNORED_OR_CAUGHT_MASK_PATTERN = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 
@@ -64,9 +64,9 @@ class RendezvousWait:
     def __init__(self, rendezvous: Rendezvous, folder: Path, limit: float) -> None:
         self._rendezvous, self._folder, self._limit = rendezvous, folder, limit
         self._began = time.monotonic()
-        self._next_report = _FIRST_WAIT_REPORT_SECONDS
+        self._next_report = _FIRST_RENDEZVOUS_REPORT_SECONDS
         self._is_over = rendezvous.nodes == 1
-        self._failed_starts = nodes.PeerStartFailureWatcher(folder, rendezvous)
+        self._failed_starts = nodes.PeerStartFailurePoller(folder, rendezvous)
 
     @property
     def has_met_all_nodes(self) -> bool:
@@ -86,7 +86,7 @@ class RendezvousWait:
     def _elapsed_seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def log_missing_nodes(self) -> None:
+    def log_missing_nodes_if_due(self) -> None:
         """Log which nodes are waited for; the interval doubles each time."""
         if not self.has_met_all_nodes and self._elapsed_seconds > self._next_report:
             _log.info("%s", self)
@@ -101,7 +101,7 @@ class RendezvousWait:
         )
 
 
-def run(
+def run_ranks_once(
     launch: Launch, inherited: Mapping[str, str], send_heartbeat: Callable[[], None] = lambda: None
 ) -> None:
     """Start this node's ranks and return when all ended well.
@@ -123,16 +123,16 @@ def run(
             f"{folder}: the log folder cannot be written: {error.strerror}. Name a place that this user"
             " may write to with --run-directory"
         ) from error
-    storage, local_folder = LogFileSystem(folder), outcomes.choose_fallback_temp_folder()
-    earlier_kills = count_oom_kills(machine.get_local_machine())
+    storage, local_folder = LogFileSystem(folder), outcomes.choose_disk_failure_folder()
+    earlier_kills = count_oom_kills(machine.build_local_machine())
     node_wait = RendezvousWait(launch.rendezvous, folder, launch.wait)
-    peers = nodes.PeerVerdictWatcher(folder, launch.rendezvous)
+    peers = nodes.PeerFailurePoll(folder, launch.rendezvous)
     torchrun = build_command(launch, inherited)
     variables = {outcomes.LAUNCH_FOLDER_VARIABLE: str(folder)} | (
         {events.LISTENER_FLAG_VARIABLE: "1"} if launch.has_events else {}
     )
     if local_folder is not None:
-        variables[outcomes.LOCAL_FOLDER_VARIABLE] = str(local_folder)
+        variables[outcomes.FALLBACK_FOLDER_VARIABLE] = str(local_folder)
     is_read = launch.has_events or launch.rendezvous.nodes > 1
     with (
         (folder / "agent.log").open("wb") as log,
@@ -160,7 +160,7 @@ def run(
             agent, folder, local_folder, launch.rendezvous, node_wait, peers, send_heartbeat
         )
         if agent_exit.status < 0:
-            _kill_orphans(outcomes.read(folder, local_folder))
+            _kill_orphaned_ranks(outcomes.read(folder, local_folder))
         launch_verdict = judge(
             gather_evidence(
                 folder,
@@ -173,9 +173,9 @@ def run(
                 has_hung=agent_exit.has_hung,
                 wait_failure=agent_exit.wait_failure,
                 kernel_lines=kernel.read_new_lines(),
-                has_memory_kills=count_oom_kills(machine.get_local_machine()) > earlier_kills,
+                has_memory_kills=count_oom_kills(machine.build_local_machine()) > earlier_kills,
                 agent_pid=agent.pid,
-                storage_failure=storage.find_failure() if agent_exit.status else "",
+                storage_failure=storage.find_write_failure() if agent_exit.status else "",
                 local_folder=local_folder,
             )
         )
@@ -218,7 +218,7 @@ def _build_first_rank_printer(launch: Launch) -> Callable[[str], None]:
     if launch.rendezvous.nodes > 1:
         prefix = f"{output.format_label(node, node * launch.per_node)} "
     if launch.has_events:
-        return partial(events.route_event_or_log_line, prefix=prefix)
+        return partial(events.print_event_or_log_line, prefix=prefix)
     return lambda line: print(prefix + line, flush=True)
 
 
@@ -258,7 +258,7 @@ def _supervise_agent(
     local_folder: Path | None,
     rendezvous: Rendezvous,
     node_wait: RendezvousWait,
-    peers: nodes.PeerVerdictWatcher,
+    peers: nodes.PeerFailurePoll,
     send_heartbeat: Callable[[], None],
 ) -> _AgentExit:
     """Wait until the agent has ended; kill ranks that outlive a failure too long, or hang.
@@ -278,7 +278,7 @@ def _supervise_agent(
             known_ranks |= {outcome.rank: outcome for outcome in outcomes.read(folder, local_folder)}
             ranks = list(known_ranks.values())
         send_heartbeat()
-        node_wait.log_missing_nodes()
+        node_wait.log_missing_nodes_if_due()
         if wait_failure := node_wait.find_abort_reason():
             agent.kill()
             agent_exit = agent_exit._replace(wait_failure=wait_failure)
@@ -305,7 +305,7 @@ def _supervise_agent(
             return agent_exit
 
 
-def _kill_orphans(ranks: Sequence[outcomes.RankState]) -> None:
+def _kill_orphaned_ranks(ranks: Sequence[outcomes.RankState]) -> None:
     """Kill ranks whose agent was killed, and wait for their end; log those that do not end."""
     deadline = time.monotonic() + _ORPHAN_KILL_TIMEOUT_SECONDS
     remaining = [rank for rank in ranks if rank.code is None]
@@ -361,7 +361,7 @@ def _request_stop_on_signal(
             # A second request, or nothing to save. The ranks die with their agent, which writes no traceback.
             agent.kill()
         else:
-            _request_stop(folder)
+            _stop_ranks_gracefully(folder)
             _log.info("stop requested: saves after this step and ends; a second request ends at once")
 
     with handle_stop_signals(stop):
@@ -397,7 +397,7 @@ def _ends_by_sigterm(pid: int) -> bool:
     return bool(masks) and not any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
-def _request_stop(folder: Path) -> None:
+def _stop_ranks_gracefully(folder: Path) -> None:
     """Ask every rank of this node to save and stop, also those that are still starting."""
     try:
         (folder / outcomes.STOP_FILE).touch()

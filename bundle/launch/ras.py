@@ -13,8 +13,8 @@ from bundle import files
 
 PORT = 28028
 _PEER_TIMEOUT_SECONDS = 1  # the service's limit for answers of other processes
-_TIMEOUT_SECONDS = 5.0
-_MOST_BYTES = 1 << 22  # bytes of an answer
+_SOCKET_TIMEOUT_SECONDS = 5.0
+_MAX_NCCL_REPORT_BYTES = 1 << 22  # bytes of an answer
 
 
 def query_status(address: str = "") -> str:
@@ -25,12 +25,14 @@ def query_status(address: str = "") -> str:
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or f"localhost:{PORT}").rpartition(":")
     answer = b""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_SECONDS) as connection:
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), timeout=_SOCKET_TIMEOUT_SECONDS
+        ) as connection:
             connection.sendall(f"TIMEOUT {_PEER_TIMEOUT_SECONDS}\n".encode())
             if connection.recv(16).strip().upper() != b"OK":
                 return ""
             connection.sendall(b"VERBOSE STATUS\n")
-            while len(answer) < _MOST_BYTES and (received := connection.recv(1 << 16)):
+            while len(answer) < _MAX_NCCL_REPORT_BYTES and (received := connection.recv(1 << 16)):
                 answer += received
     except (OSError, ValueError):  # a part of the answer is useful too
         pass

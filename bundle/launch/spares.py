@@ -118,7 +118,7 @@ class NodeRunnerWithSpares:
                         and registry.own_entry.waits_for is not None
                         and registry.own_entry.token in last.members
                     ):
-                        return self._build_round_rendezvous(last), last.continues
+                        return self._build_newest_round_rendezvous(last), last.continues
                     registry.update_entry(waits_for=(last.number if last else 0) + 1)
                 registry.send_heartbeat_if_due()
                 if self._stop_signal is not None:
@@ -129,7 +129,7 @@ class NodeRunnerWithSpares:
                     return None
                 time.sleep(_SLEEP_SECONDS)
 
-    def _build_round_rendezvous(self, last: Round) -> Rendezvous:
+    def _build_newest_round_rendezvous(self, last: Round) -> Rendezvous:
         """Return this node's place in a round, whose members meet at the first. Raise JobFailed."""
         first = self._registry.read_entry(last.members[0])
         if first is None:
@@ -146,8 +146,8 @@ class NodeRunnerWithSpares:
         """
         registry, members = self._registry, last.members if last else ()
         is_own_start, exit_codes = (
-            registry.has_heartbeat_since_start(members),
-            registry.find_observed_exit_codes(members),
+            registry.has_any_heartbeat_since_start(members),
+            registry.find_newly_recorded_exit_codes(members),
         )
         lost = registry.find_lost_nodes(members)
         gone = lost | registry.find_ended_nodes(members)
@@ -172,12 +172,12 @@ class NodeRunnerWithSpares:
             lost_names = registry.format_names(token for token in members if token in lost)
             raise LaunchFailed(last_verdict or nodes.build_lost_node_verdict([lost_names], reason))
         if not is_own_start and len(live_nodes) >= self._rendezvous.nodes and len(fit) < self._nodes:
-            raise LaunchFailed(self._build_refusal(live_nodes))
+            raise LaunchFailed(self._build_unfit_nodes_verdict(live_nodes))
         if not is_own_start and waited > self._wait:
             raise LaunchFailed(self._build_timeout_verdict(live_nodes, waited))
         return False
 
-    def _build_refusal(self, live_nodes: Sequence[Heartbeat]) -> Verdict:
+    def _build_unfit_nodes_verdict(self, live_nodes: Sequence[Heartbeat]) -> Verdict:
         """Return the verdict that too few of all nodes may take part."""
         excluded = sorted(
             (heartbeat.number, heartbeat.token) for heartbeat in live_nodes if heartbeat.is_excluded
@@ -188,7 +188,7 @@ class NodeRunnerWithSpares:
             f"only {len(live_nodes) - len(reasons)} of {len(live_nodes)} nodes are fit, but the job needs"
             f" {self._nodes}"
         )
-        return self._build_verdict(
+        return self._build_local_verdict(
             ExitCode.ENVIRONMENT_UNFIT,
             FailureKind.REFUSED,
             f"{cause}: {'; '.join(reasons)}",
@@ -202,22 +202,24 @@ class NodeRunnerWithSpares:
             f" {self._registry.folder} within {waited:.0f} s: start this command on each node, with"
             f" --node-rank 0 to {self._rendezvous.nodes - 1}, and check that all of them see that folder"
         )
-        return self._build_verdict(
+        return self._build_local_verdict(
             ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, cause, RestartAction.RESTART
         )
 
     def _build_idle_signal_verdict(self, signal_number: int, last: Round | None) -> Verdict:
         """Return the verdict that this node was told to end while none of its ranks ran."""
-        if last is not None and self._registry.has_heartbeat_since_start(last.members):
+        if last is not None and self._registry.has_any_heartbeat_since_start(last.members):
             cause = "this spare node is not in use now, and ends as requested"
-            return self._build_verdict(
+            return self._build_local_verdict(
                 ExitCode.PREEMPTED, FailureKind.PREEMPTED, cause, RestartAction.RESTART
             )
         code = ExitCode.INTERRUPTED if signal_number == signal.SIGINT else ExitCode.TERMINATED
         cause = f"ended by {signal.Signals(signal_number).name} before all nodes had joined"
-        return self._build_verdict(code, FailureKind.STOPPED, cause, RestartAction.RESTART)
+        return self._build_local_verdict(code, FailureKind.STOPPED, cause, RestartAction.RESTART)
 
-    def _build_verdict(self, code: ExitCode, kind: FailureKind, cause: str, action: RestartAction) -> Verdict:
+    def _build_local_verdict(
+        self, code: ExitCode, kind: FailureKind, cause: str, action: RestartAction
+    ) -> Verdict:
         entry = self._registry.own_entry
         return Verdict(
             code, kind, cause, action, node=entry.name, node_rank=entry.number, nodes=self._rendezvous.nodes

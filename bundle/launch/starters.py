@@ -15,7 +15,7 @@ T = TypeVar("T")
 DEFAULT_PORT = 29500
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST_NAME_PATTERN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
+_VALID_HOST_NAME_PATTERN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _NODELIST_RANGE_PATTERN = re.compile(r"\[([0-9]+)[^][]*\]", re.ASCII)
 _TASK_COUNT_PATTERN = re.compile(r"([0-9]{1,9})(?:\(x[0-9]{1,9}\))?", re.ASCII)
@@ -46,7 +46,7 @@ def normalize_host(text: str) -> str | None:
     try:
         return str(ipaddress.ip_address(bare)) if "%" not in bare else None
     except ValueError:
-        return text if len(text) <= 253 and _HOST_NAME_PATTERN.fullmatch(text) else None
+        return text if len(text) <= 253 and _VALID_HOST_NAME_PATTERN.fullmatch(text) else None
 
 
 def parse_host_and_port(text: str) -> tuple[str, int] | None:
@@ -165,21 +165,21 @@ class VariableReader:
             value = parse_number(text)
             return value if value is not None and value >= least else None
 
-        return self.read(name, parse, f"a whole number of at least {least}", missing_hint)
+        return self.read_or_add_violation(name, parse, f"a whole number of at least {least}", missing_hint)
 
     def read_host(self, name: str, missing_hint: str = "") -> SourcedValue[str] | None:
         """Return a host name or an IP address."""
-        return self.read(name, normalize_host, "a host name or an IP address", missing_hint)
+        return self.read_or_add_violation(name, normalize_host, "a host name or an IP address", missing_hint)
 
     def read_port(self, name: str, missing_hint: str = "") -> SourcedValue[int] | None:
         """Return a TCP port."""
-        return self.read(name, parse_port, "a port from 1 to 65535", missing_hint)
+        return self.read_or_add_violation(name, parse_port, "a port from 1 to 65535", missing_hint)
 
     def add_violation(self, name: str, expected: str) -> None:
         """Add the violation that the value of `name` is not `expected`."""
         self.violations.append(f"{name}={self.get_text_or_empty(name)[:80]!r} is not {expected}")
 
-    def read(
+    def read_or_add_violation(
         self, name: str, parse: Callable[[str], T | None], expected: str, missing_hint: str = ""
     ) -> SourcedValue[T] | None:
         """Return the value as `parse` reads it; a value that is not `expected` is a violation."""
@@ -246,9 +246,9 @@ def read_pet(env: VariableReader) -> Claim | None:
     if not env.has("PET_NNODES"):
         return None
     fixed = "one fixed number of nodes (a parallel layout cannot use an elastic range)"
-    nodes = env.read("PET_NNODES", parse_fixed_nnodes, fixed)
+    nodes = env.read_or_add_violation("PET_NNODES", parse_fixed_nnodes, fixed)
     address, port = env.read_host("PET_MASTER_ADDR"), env.read_port("PET_MASTER_PORT")
-    if endpoint := env.read("PET_RDZV_ENDPOINT", parse_host_and_port, "HOST:PORT"):
+    if endpoint := env.read_or_add_violation("PET_RDZV_ENDPOINT", parse_host_and_port, "HOST:PORT"):
         address = address or SourcedValue(endpoint.value[0], endpoint.source)
         port = port or SourcedValue(endpoint.value[1], endpoint.source)
     per_node = env.get_text_or_empty("PET_NPROC_PER_NODE") not in ("auto", "gpu", "cpu", "xpu")
@@ -284,11 +284,11 @@ def read_slurm(env: VariableReader) -> Claim | None:
         "nodes": nodes,
         "node_rank": env.read_count("SLURM_NODEID", missing_hint="the index of this node in the step"),
         "address": env.read_host("MASTER_ADDR")
-        or env.read(listed, parse_first_host, "a node list such as gpu[01-04]"),
+        or env.read_or_add_violation(listed, parse_first_host, "a node list such as gpu[01-04]"),
         "port": env.read_port("MASTER_PORT") or _derive_job_port(env),
     }
     expected = "the same number of tasks on every node. Set one number with --ntasks-per-node"
-    tasks = env.read(
+    tasks = env.read_or_add_violation(
         env.choose_name("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), parse_tasks_per_node, expected
     )
     if tasks is None or tasks.value == 1:
@@ -306,7 +306,7 @@ def read_slurm(env: VariableReader) -> Claim | None:
     )
 
 
-def read_indexed_job(env: VariableReader) -> Claim | None:
+def read_indexed_job_rank(env: VariableReader) -> Claim | None:
     """Return the claim of an indexed Kubernetes Job, which only has the index of its pod."""
     index = env.read_count("JOB_COMPLETION_INDEX")
     if index is None:
@@ -322,7 +322,7 @@ STARTERS: tuple[Callable[[VariableReader], Claim | None], ...] = (
     read_ascend_operator,
     read_pet,
     read_slurm,
-    read_indexed_job,
+    read_indexed_job_rank,
 )
 
 

@@ -16,7 +16,7 @@ class LogFileSystem:
         self._mount = next(path for path in resolved_paths if path.is_mount())
         self._device = self._mount.stat().st_dev
 
-    def find_failure(self) -> str:
+    def find_write_failure(self) -> str:
         """Return why nothing can be written to the folder; empty where something can."""
         probe = self._folder / f".{secrets.token_hex(8)}"
         try:

@@ -21,7 +21,7 @@ FILE_NAME = "verdict.json"
 FORMAT_NAME = "mcore-bundle verdict"
 # The codes of a rank that knows the cause, which no restart mends; the most certain first.
 _REFUSAL_CODES = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
-_HARMLESS_CODES = (None, ExitCode.OK, ExitCode.PREEMPTED)
+_NON_FAILURE_CODES = (None, ExitCode.OK, ExitCode.PREEMPTED)
 _FIRST_DEATH_PATTERN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+).*")
 _TAIL_LINES = 15
 _MAX_MESSAGE_CHARACTERS = 600
@@ -139,7 +139,7 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
     broken = sorted(_judge_broken_ranks(launch, ended), key=lambda verdict: get_symptom_level(verdict.kind))
     if launch.storage_failure and not (broken and broken[0].kind is FailureKind.DISK):
         return _judge_storage_failure(launch, ended)
-    return broken[0] if broken else _judge_failed_start(launch)
+    return broken[0] if broken else _judge_unstarted_ranks(launch)
 
 
 def has_seen_death(agent_log: str) -> bool:
@@ -198,7 +198,7 @@ def _build_rank_verdict(
     full_message = (f"{_format_rank_number(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
     return _build_verdict(
         launch,
-        ExitCode(outcome.code) if outcome.code not in _HARMLESS_CODES else ExitCode.JOB_FAILED,
+        ExitCode(outcome.code) if outcome.code not in _NON_FAILURE_CODES else ExitCode.JOB_FAILED,
         kind,
         cause or summary,
         action,
@@ -420,7 +420,7 @@ def _judge_storage_failure(launch: LaunchEvidence, ended: list[RankState]) -> Ve
     )
 
 
-def _judge_failed_start(launch: LaunchEvidence) -> Verdict:
+def _judge_unstarted_ranks(launch: LaunchEvidence) -> Verdict:
     """Return the verdict from torchrun's output where it started no rank."""
     shown = _take_tail(_remove_warnings(launch.agent_log), "[torchrun]")
     if hit := causes.find_cause(causes.AGENT_RULES, launch.agent_log):

@@ -19,7 +19,7 @@ def _read_parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters)
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
+def can_take_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether `function` has a parameter of this name (or takes any keyword)."""
     names = _read_parameters(function)
     return names is None or name in names
@@ -31,4 +31,4 @@ def filter_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, 
     Use it only for keywords that mean nothing to a release that lacks them (`vp_stage` before 0.13). A
     keyword that changes the result must be passed plainly: a release without it then fails by name.
     """
-    return {name: value for name, value in keywords.items() if accepts(function, name)}
+    return {name: value for name, value in keywords.items() if can_take_keyword(function, name)}

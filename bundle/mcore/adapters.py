@@ -39,7 +39,7 @@ class LowRankPair(NamedTuple):
     magnitude: torch.nn.Parameter | None = None
 
 
-class Adapter(torch.nn.Module):
+class LowRankDelta(torch.nn.Module):
     """The product of low-rank pairs that is added to the output of one linear layer.
 
     The layer may be one weight or all experts of a rank. The output holds several published weights' outputs:
@@ -261,7 +261,7 @@ def _make_multiply(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor,
     return multiply
 
 
-def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
+def attach(adapter: LowRankDelta, layer: torch.nn.Module) -> None:
     """Make a linear layer also return what the adapter adds.
 
     The layer is torch's, or megatron's, which returns (output, bias). A layer that is all experts of a rank

@@ -107,7 +107,7 @@ def load(
 
 def load_weights(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Read the models alone; a new optimizer takes their weights. Raise what `load` raises."""
-    _load(directory, models, _collect_weights(models, _build_content_metadata(choose_sharding_type())))
+    _load(directory, models, _build_sharded_weights(models, _build_content_metadata(choose_sharding_type())))
     optimizer.reload_model_params()
 
 
@@ -130,7 +130,7 @@ def _build_content_metadata(sharding_type: str) -> dict[str, Any]:
     }
 
 
-def _collect_weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
+def _build_sharded_weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
     """Return the models' tensors, each with its place in the whole."""
     # Names as Megatron-LM gives them, so that its tools read our checkpoints.
     weights = {}
@@ -155,9 +155,9 @@ def _collect_state(
     the recipe. The number of groups and optimizers differs by layout (experts have their own optimizer only
     with ep or etp above 1), and megatron cannot read across that.
     """
-    _allocate_state(optimizer)
+    _allocate_zero_state(optimizer)
     content = _build_content_metadata(sharding_type)
-    state = _collect_weights(models, content)
+    state = _build_sharded_weights(models, content)
     parameters = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
     options = {"metadata": content} if "metadata" in parameters else {"sharding_type": sharding_type}
     parts, step = {}, 0
@@ -171,7 +171,7 @@ def _collect_state(
             }
             groups = sharded_state["optimizer"]["param_groups"]
         else:
-            tensors = _shard_undivided_state(part, state)
+            tensors = _shard_undivided_state_by_weight(part, state)
             groups = [*part.optimizer.param_groups, *part.optimizer.state.values()]
         parts[index] = {"param_state": tensors}
         step = max([step, *(int(group.get("step") or 0) for group in groups)])
@@ -190,7 +190,7 @@ def build_sharded_tensor(
     return dist_checkpointing.ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
 
 
-def _shard_undivided_state(
+def _shard_undivided_state_by_weight(
     optimizer: MegatronOptimizer, model_state: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
     """Return the state of an optimizer that is whole on data-parallel ranks, cut as its weights are."""
@@ -203,11 +203,11 @@ def _shard_undivided_state(
             )
             for kind, tensor in tensors.items()
         }
-        for number, (weight, tensors) in enumerate(_iterate_weight_states(optimizer))
+        for number, (weight, tensors) in enumerate(_iterate_unsharded_weight_states(optimizer))
     }
 
 
-def _iterate_weight_states(
+def _iterate_unsharded_weight_states(
     optimizer: MegatronOptimizer,
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """Yield each weight of an undivided optimizer and its tensors: an fp32 copy of bf16, its state."""
@@ -232,8 +232,8 @@ def _iterate_weight_states(
 def _fill_optimizer_state(
     optimizer: MegatronOptimizer, tensors: dict[int, dict[str, torch.Tensor]], step: int
 ) -> None:
-    """Put back what `_shard_undivided_state` named, and the step where the algorithm counts it."""
-    for number, (_, states) in enumerate(_iterate_weight_states(optimizer)):
+    """Put back what `_shard_undivided_state_by_weight` named, and the step where the algorithm counts it."""
+    for number, (_, states) in enumerate(_iterate_unsharded_weight_states(optimizer)):
         for kind, tensor in states.items():
             tensor.data.copy_(tensors[number][kind])
     step_tensors = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
@@ -258,7 +258,7 @@ def _list_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def _allocate_state(optimizer: MegatronOptimizer) -> None:
+def _allocate_zero_state(optimizer: MegatronOptimizer) -> None:
     """Give torch's Adam, and undivided optimizers, the state that they would create in their first step.
 
     Megatron asks a new optimizer for its step before it saves or loads anything. It fails where torch's Adam

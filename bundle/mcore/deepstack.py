@@ -47,7 +47,7 @@ class Deepstack:
         self._features = leaves = [
             feature.detach().requires_grad_(feature.requires_grad) for feature in features
         ]
-        carried: Tensor = _GradientCarrier.apply(decoder_input, leaves, *features)
+        carried: Tensor = _LeafGradientCarrier.apply(decoder_input, leaves, *features)
         return carried
 
     def _make_hook(self, number: int) -> Any:
@@ -68,7 +68,7 @@ class Deepstack:
         return feature
 
 
-class _GradientCarrier(torch.autograd.Function):
+class _LeafGradientCarrier(torch.autograd.Function):
     """The decoder's input unchanged; in backward the gradients of the leaves go to their features."""
 
     @staticmethod

@@ -76,7 +76,7 @@ def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any])
         "overlap_p2p_comm": parallel.vpp is not None,
     }
     if parallel.pp > 1:
-        options |= _build_stage_options(parallel)
+        options |= _build_stage_layout_options(parallel)
     if parallel.cp > 1:
         options["cp_comm_type"] = "p2p"
     if architecture.mtp_layers:
@@ -124,7 +124,7 @@ def _build_clamped_activation_options(limit: float) -> dict[str, Any]:
     }
 
 
-def _build_stage_options(parallel: Parallel) -> dict[str, Any]:
+def _build_stage_layout_options(parallel: Parallel) -> dict[str, Any]:
     """Return the layout of the stages, or the lengths of the end stages.
 
     With two stages one length is enough. Where both are given, megatron divides the rest by the number of
@@ -206,7 +206,7 @@ class Specs:
     mtp: Any | None
 
 
-def build_attention_only_specs(
+def build_softmax_attention_specs(
     config: TransformerConfig, chunk: int | None, *, transformer_engine: bool
 ) -> Specs:
     """Return megatron's own specs of model chunk `chunk` (None without interleaving), all with attention."""

@@ -31,7 +31,7 @@ def detach_mtp(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None
     block = getattr(model, "mtp", None)
     if block is None:
         return
-    forward, depth_rows = block.forward, _DepthRowDetector()
+    forward, depth_rows = block.forward, _NonTrunkRowDetector()
 
     def forward_detached(*args: Any, hidden_states: Tensor, embedding: Any, **keywords: Any) -> Tensor:
         arguments = {"hidden_states": hidden_states, "embedding": embedding, **keywords}
@@ -65,7 +65,7 @@ def _detach_weight(layer: torch.nn.Module, weight: Tensor | None) -> Tensor:
     return fixed
 
 
-class _DepthRowDetector:
+class _NonTrunkRowDetector:
     """The block's result from 0.14 on: rows of the trunk, then those of each depth; the model cuts them."""
 
     def __init__(self) -> None:

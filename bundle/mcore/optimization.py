@@ -44,7 +44,7 @@ def wrap_data_parallel(
     """
     options = recipe.distributed
     if config.bf16:
-        chunks = [_wrap_bf16(config, chunk) for chunk in chunks]
+        chunks = [_wrap_bf16_keeping_buffers(config, chunk) for chunk in chunks]
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
@@ -70,7 +70,7 @@ def wrap_data_parallel(
     return wrapped
 
 
-def _wrap_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+def _wrap_bf16_keeping_buffers(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
     """Return the chunk, wrapped, with parameters in bf16.
 
     Buffers that megatron would round once keep their type: the biases that steer routers, which are published
@@ -140,7 +140,7 @@ def _split_param_groups_by_lr(recipe: Recipe, chunks: Sequence[DistributedDataPa
     multiples_by_id = {
         id(parameter): loraplus_ratio
         if has_loraplus_rate(name)
-        else (model.vision.find_lr(name) or default_rate) / default_rate
+        else (model.vision.find_tensor_lr(name) or default_rate) / default_rate
         for name, parameter in parameters
     }
 

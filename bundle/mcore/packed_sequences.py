@@ -25,7 +25,7 @@ def build_packed_seq_params(packing: Packing) -> PackedSeqParams:
     by them under context parallel. `pad_between_seqs` (a field from 0.19 on) says whether they differ before
     the last one; without it attention would ask the device.
     """
-    padding, longest = packing.padding, packing.padding.longest_padded_length
+    padding, longest = packing.padding, packing.padding.longest_kernel_sequence_rows
     _HOST_BOUNDARIES_BY_TENSOR[packing.cu_seqlens_padded] = tuple(
         accumulate((0, *padding.padded_lengths_with_tail))
     )

@@ -15,7 +15,7 @@ def find_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
-def map_routers_to_layers(model: torch.nn.Module) -> dict[object, int]:
+def map_decoder_routers_to_layers(model: torch.nn.Module) -> dict[object, int]:
     """Return a map from the router of each decoder layer of a chunk to the layer, counted over all stages.
 
     The key is megatron's RouterReplay where the router has one, else the router. The routers of multi-token
@@ -87,14 +87,14 @@ class RouterRows:
 class Balancer(Protocol):
     """The source of the routers' balancing terms."""
 
-    def find_rows(self, router: object) -> RouterRows | None:
+    def take_current_rows(self, router: object) -> RouterRows | None:
         """Return the rows that this router is about to see; None where nothing is trained."""
 
     def compute_term(self, rows: RouterRows, logits: Tensor) -> Tensor | None:
         """Return what is added to the loss for these logits [t, experts]; None: nothing."""
 
 
-def attach(router: torch.nn.Module, balancer: Balancer) -> None:
+def attach_balancing_loss(router: torch.nn.Module, balancer: Balancer) -> None:
     """Make a router train on the balancer's term, and exclude padding from its steering bias.
 
     Only the gradient sees the term, as with megatron's own: those do not reach the loss function either.
@@ -102,7 +102,7 @@ def attach(router: torch.nn.Module, balancer: Balancer) -> None:
     original: Callable[..., tuple[Tensor, Tensor]] = router.routing
 
     def routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows = balancer.find_rows(router)
+        rows = balancer.take_current_rows(router)
         if rows is None or not torch.is_grad_enabled():
             return original(logits, *args, **kwargs)
         term = balancer.compute_term(rows, logits.flatten(0, -2))

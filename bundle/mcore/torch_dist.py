@@ -122,7 +122,10 @@ class TorchDistCheckpoint:
             )
         try:
             with unpickling.restrict_to_data():
-                if len(items) == 1 and (stored := self._read_fully_covered_chunk(key, items[0])) is not None:
+                if (
+                    len(items) == 1
+                    and (stored := self._read_exactly_matching_chunk(key, items[0])) is not None
+                ):
                     return stored.reshape(rest)
                 target = torch.empty(sizes, dtype=dtype)
                 self._reader.read_data(LoadPlan(items), _SingleTensorLoadPlanner(target)).wait()
@@ -130,7 +133,7 @@ class TorchDistCheckpoint:
             raise JobFailed(f"{self.root}: {to_printable(key)} cannot be read: {error}") from error
         return target.reshape(rest)
 
-    def _read_fully_covered_chunk(self, key: str, item: ReadItem) -> Tensor | None:
+    def _read_exactly_matching_chunk(self, key: str, item: ReadItem) -> Tensor | None:
         """Return the stored chunk that an item covers completely; None for a part or another form.
 
         This avoids a second tensor into which the chunk would be copied.
@@ -228,7 +231,7 @@ class _SingleTensorLoadPlanner(LoadPlanner):
 
 
 @dataclass(frozen=True)
-class CheckpointEntry:
+class StackedTensorSlice:
     """An `entry`, of `entries` in all, of the tensor under `key`; `make_values` makes its values."""
 
     key: str
@@ -254,7 +257,7 @@ class CheckpointEntry:
 
 def write(
     directory: Path,
-    parts: Iterable[CheckpointEntry],
+    parts: Iterable[StackedTensorSlice],
     empty_keys: Iterable[str],
     *,
     arguments: Mapping[str, Any],
@@ -313,7 +316,7 @@ class _BufferedWriteFileSystem(FileSystem):
 class _StreamingSavePlanner(SavePlanner):
     """A save planner that makes each part when it is written."""
 
-    def __init__(self, parts: list[CheckpointEntry], empty_keys: list[str]) -> None:
+    def __init__(self, parts: list[StackedTensorSlice], empty_keys: list[str]) -> None:
         self._parts = {MetadataIndex(part.key, part.chunk_metadata.offsets): part for part in parts}
         self._empty_keys = empty_keys
         self.failure: Exception | None = None

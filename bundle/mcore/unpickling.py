@@ -136,17 +136,17 @@ class _DataUnpickler(pickle.Unpickler):
         if module in _ALLOWED_CLASS_MODULES:
             attribute = vars(import_module(module)).get(name)
             if isinstance(attribute, type) and attribute.__module__ == module:
-                return self._snapshot_class_attributes(attribute)
+                return self._record_original_attributes(attribute)
         if (module, name) in _ALLOWED_NAMES:
             attribute = super().find_class(module, name)
             return (
-                self._snapshot_class_attributes(attribute)
+                self._record_original_attributes(attribute)
                 if isinstance(attribute, type)
                 else lambda *arguments: attribute(*arguments)
             )
         raise pickle.UnpicklingError(f"it loads {module}.{name}, which is not data and could run code")
 
-    def _snapshot_class_attributes(self, cls: type) -> type:
+    def _record_original_attributes(self, cls: type) -> type:
         for owner in (cls, *(cls if issubclass(cls, enum.Enum) else ())):
             self._originals.setdefault(id(owner), (owner, dict(vars(owner))))
         return cls

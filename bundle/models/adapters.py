@@ -17,7 +17,7 @@ from bundle.architectures.adapters import LoraMatrix
 from bundle.architectures.tensors import TOWER_PREFIX, ConversionRule, Tensors, find_cut, is_expert
 from bundle.mcore import checkpoints
 from bundle.mcore.adapters import (
-    Adapter,
+    LowRankDelta,
     LowRankPair,
     attach,
     require_output_grad,
@@ -38,7 +38,7 @@ class Adapters(torch.nn.Module):
         super().__init__()
         self._lora, self._groups, self._sequence_parallel = lora, groups, sequence_parallel
         self.matrices: list[GloballyNamedTensor] = []
-        self._by_weight: dict[str, tuple[Adapter, int]] = {}
+        self._by_weight: dict[str, tuple[LowRankDelta, int]] = {}
 
     def add(
         self, layer: torch.nn.Module, weights: Sequence[tuple[GloballyNamedTensor, tensors.Tensor]]
@@ -59,7 +59,7 @@ class Adapters(torch.nn.Module):
         )
         # Every rank of tp computes all of a tower, whose gradients are whole.
         is_sequence_parallel = self._sequence_parallel and not tensor.name.startswith(TOWER_PREFIX)
-        adapter = Adapter(
+        adapter = LowRankDelta(
             [
                 [
                     pair and self._build_pair(pair, weight.parameter, is_sequence_parallel)
@@ -130,7 +130,7 @@ def find_adapters(chunk: torch.nn.Module) -> Adapters | None:
 @contextmanager
 def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let the chunks compute as if they had no adapters inside the context."""
-    attached = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+    attached = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LowRankDelta)]
     for adapter in attached:
         adapter.is_disabled = True
     try:
@@ -198,7 +198,7 @@ def initialize_adapters(chunks: Sequence[torch.nn.Module], seed: int) -> None:
     initialize_matrices(list(list_matrices(chunks)), seed)
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, Adapter):
+            if isinstance(module, LowRankDelta):
                 module.initialize_magnitudes()
 
 

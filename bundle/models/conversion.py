@@ -20,9 +20,9 @@ from bundle.architectures import checkpoint_names, tensors
 from bundle.architectures.checkpoint_names import CheckpointLocation
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
-from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
+from bundle.mcore.torch_dist import StackedTensorSlice, TorchDistCheckpoint, write
 from bundle.models import loading
-from bundle.models.exporting import find_duplicate_tensor_names
+from bundle.models.exporting import list_tensor_copies_to_write
 from bundle.models.finite_check import FiniteCheck
 from bundle.models.mapped_files import MappedFiles
 from bundle.models.merging import AdapterBaseModel, MergedTensors
@@ -51,7 +51,7 @@ class TensorSource(Protocol):
         ...
 
 
-class HuggingFacePublishedTensors:
+class HuggingFaceDirectoryTensors:
     """A Hugging Face directory; scales are no tensors of their own."""
 
     def __init__(self, weights: PretrainedWeights) -> None:
@@ -77,7 +77,7 @@ class TorchDistMegatronTensors:
         for key, (shape, dtype) in checkpoint.tensors.items():
             if _OPTIMIZER_PATTERN.search(key):
                 continue
-            stack_dims = checkpoint_names.count_stacked_dims(key)
+            stack_dims = checkpoint_names.count_layer_and_expert_dims(key)
             for entry in itertools.product(*map(range, shape[:stack_dims])):
                 name = f"{key}{list(entry) or ''}"
                 self._keys_by_name[name] = key, entry
@@ -110,14 +110,14 @@ class TorchDistPublishedTensors:
             for tensor in self._tensors_by_name[name]
             for published, part in zip(
                 tensor.published_and_copy_names,
-                split_into_published(tensor, self.read_table_tensor(tensor)),
+                split_into_published(tensor, self.read_megatron_tensor(tensor)),
                 strict=True,
             )
             if published == name
         ]
         return torch.stack(values) if self._tensors_by_name[name][0].stack else values[0]
 
-    def read_table_tensor(self, tensor: tensors.Tensor) -> Tensor:
+    def read_megatron_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """Return a tensor of the table."""
         place = self._places[tensor.name]
         return self._checkpoint.read(place.key, place.entry)
@@ -135,7 +135,7 @@ def map_megatron_names_to_locations(
     for tensor in table:
         if not tensor.published_names:
             continue
-        places = checkpoint_names.list_candidate_locations(tensor, table.architecture)
+        places = checkpoint_names.list_candidate_torch_dist_locations(tensor, table.architecture)
         stored_place = next((place for place in places if place.key in checkpoint.tensors), None)
         if stored_place is None:
             violations.append(
@@ -258,22 +258,22 @@ def write_full_hugging_face_model(
     where it cannot be read or the files cannot be written. The previous directory stays until the new one is
     complete.
     """
-    table = Tensors(model.architecture, written_copies=find_duplicate_tensor_names(directory, model))
+    table = Tensors(model.architecture, written_copies=list_tensor_copies_to_write(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
         raise UsageError(f"no loader reads {model.architecture.model_type} in FP8 blocks: export it in bf16")
     merged = MergedTensors(checkpoint, table, base) if base else None
     source = merged or TorchDistPublishedTensors(checkpoint, table)
-    everything = list(table.iterate_published())
+    everything = list(table.iterate_in_publishing_order())
     (planned_files,) = plan_files_by_writer(
         [[entry for tensor in everything for entry in list_stored_tensors(tensor, numbers)]]
     )
     with replacing.replace_directory(directory) as new_directory:
         output = PublishedWriter(new_directory, planned_files)
         for tensor in everything:
-            output.append(tensor, source.read_table_tensor(tensor), numbers)
+            output.append(tensor, source.read_megatron_tensor(tensor), numbers)
         output.close_and_raise_error()
         if merged:
-            merged.refuse_nonfinite_base_weights()
+            merged.refuse_nonfinite_read_weights()
         writing.write_remaining_files(new_directory, model, numbers, planned_files)
 
 
@@ -341,11 +341,11 @@ def resolve_tracked_checkpoint(directory: Path) -> Path:
 
 def _build_entries(
     weights: PretrainedWeights, table: Tensors, check: FiniteCheck
-) -> Iterator[CheckpointEntry]:
+) -> Iterator[StackedTensorSlice]:
     mapped_files = MappedFiles()
     for tensor in table:
         if tensor.published_names:
             dtype = promote_published_dtypes(weights, tensor)
-            for place in checkpoint_names.find_save_locations(tensor, table.architecture):
+            for place in checkpoint_names.find_torch_dist_save_locations(tensor, table.architecture):
                 values = partial(loading.read_whole_tensor, weights, tensor, dtype, mapped_files, check)
-                yield CheckpointEntry(place.key, place.entry, place.entries, tensor.shape, dtype, values)
+                yield StackedTensorSlice(place.key, place.entry, place.entries, tensor.shape, dtype, values)

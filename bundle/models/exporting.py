@@ -23,13 +23,13 @@ from bundle.architectures.adapters import (
     build_adapter_tensor,
 )
 from bundle.architectures.tensors import Tensors
-from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
+from bundle.distributed.world import run_and_all_gather_results, run_on_rank_0
 from bundle.mcore.groups import Groups
 from bundle.models import adapters
 from bundle.models.publishing import PublishedWriter, list_stored_tensors, plan_files_by_writer
 from bundle.models.streaming import TensorStream
 from bundle.pretrained import format_similar_name_examples, replacing, writing
-from bundle.pretrained.writing import OutputTensor, PublishedModel, WeightFormat
+from bundle.pretrained.writing import OutputTensorHeader, PublishedModel, WeightFormat
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def write(
     groups: Groups,
     table: Tensors,
     numbers: WeightFormat,
-) -> dict[str, list[OutputTensor]]:
+) -> dict[str, list[OutputTensorHeader]]:
     """Write the safetensors of all that is published, adapters merged; return the tensors in each file.
 
     All ranks call it; the chunks stay as they are. Raises JobFailed on all ranks where one cannot write.
@@ -60,7 +60,7 @@ def write(
     output = PublishedWriter(directory, mine)
     for tensor, full_tensor in stream.gather("owner"):
         output.append(tensor, full_tensor, numbers)
-    run_on_all_ranks(output.close_and_raise_error)
+    run_and_all_gather_results(output.close_and_raise_error)
     return {name: share for writer_files in planned_files for name, share in writer_files.items()}
 
 
@@ -78,7 +78,7 @@ def export(
     on all ranks. The previous directory stays until the new one is complete.
     """
     model = PublishedModel.from_recipe(recipe)
-    copies = run_on_rank_0(lambda: find_duplicate_tensor_names(directory, model))
+    copies = run_on_rank_0(lambda: list_tensor_copies_to_write(directory, model))
     table = Tensors(recipe.architecture, groups.tp.size, copies)
     numbers: WeightFormat = "fp8" if recipe.checkpoint.export == "hf-fp8" else recipe.model.dtype
     with ExitStack() as stack:
@@ -90,13 +90,13 @@ def export(
         run_on_rank_0(stack.close)
 
 
-def find_duplicate_tensor_names(directory: Path, model: PublishedModel) -> list[str]:
+def list_tensor_copies_to_write(directory: Path, model: PublishedModel) -> list[str]:
     """Return the copies of tensors to write; log which tensors the directory leaves out.
 
     Those are what no family publishes, and what the model's source has and the model itself has not.
     """
     source, table = model.read_source_tensor_names(), Tensors(model.architecture)
-    copies = table.list_copies_to_write(source)
+    copies = table.list_copies_matching_source(source)
     if any(not tensor.published_names for tensor in table):
         _log.warning(
             "%s leaves out the MTP layers, because model_type %s is published without MTP layers",
@@ -137,8 +137,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     )
     numbers = cast(WeightFormat, recipe.model.dtype)
     if ambiguous := sorted(
-        _list_published_module_names(table, is_expert=True)
-        & _list_published_module_names(table, is_expert=False)
+        _list_published_leaf_names(table, is_expert=True) & _list_published_leaf_names(table, is_expert=False)
     ):
         _log.warning(
             "%s has %s of experts and of other layers: with transformers 5, PEFT 0.21 silently leaves out"
@@ -152,12 +151,12 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         output = PublishedWriter(partial, {WEIGHTS_FILE: entries} if rank == 0 else {})
         for matrix, full_matrix in stream.gather(0):
             output.append(matrix, full_matrix, numbers)
-        run_on_all_ranks(output.close_and_raise_error)
+        run_and_all_gather_results(output.close_and_raise_error)
         peft_config = build_adapter_config(lora.model_dump(), hub.strip_revision(recipe.model.path))
         run_on_rank_0(lambda: files.write_json(partial / CONFIG_FILE, peft_config))
         run_on_rank_0(stack.close)
 
 
-def _list_published_module_names(names: Iterable[str], *, is_expert: bool) -> set[str]:
+def _list_published_leaf_names(names: Iterable[str], *, is_expert: bool) -> set[str]:
     """Return the last parts of the names of the modules that have these matrices."""
     return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is is_expert}

@@ -33,7 +33,7 @@ class FiniteCheck:
         self._weights = weights
         self._damaged: dict[str, None] = {}
 
-    def check_part(self, name: str, stored: Tensor) -> None:
+    def record_nonfinite_part(self, name: str, stored: Tensor) -> None:
         """Check a part of a stored tensor."""
         if name not in self._damaged and not is_finite(stored):
             self._damaged[name] = None
@@ -48,7 +48,7 @@ class FiniteCheck:
             )
 
     def _describe(self, name: str) -> str:
-        entry = self._weights.entries[name].as_stored
+        entry = self._weights.entries[name].untransposed
         stored = _read_stored(self._weights, name, MappedFiles()).flatten()
         count, first = 0, -1
         for start in range(0, len(stored), _CHUNK_VALUES):
@@ -91,7 +91,7 @@ def refuse_nonfinite_weights(weights: PretrainedWeights) -> None:
     ordered = sorted(weights.entries.items(), key=lambda item: (item[1].file, item[1].start))
     for name, entry in ordered:
         if entry.dtype in TORCH_DTYPE_BY_SAFETENSORS_NAME or name.endswith(MX_SCALES_SUFFIX):
-            check.check_part(name, _read_stored(weights, name, files))
+            check.record_nonfinite_part(name, _read_stored(weights, name, files))
     check.refuse_nonfinite_tensors()
 
 
@@ -99,4 +99,4 @@ def _read_stored(weights: PretrainedWeights, name: str, files: MappedFiles) -> T
     """Return a tensor as its file has it."""
     entry = weights.entries[name]
     kind = TORCH_DTYPE_BY_SAFETENSORS_NAME.get(entry.dtype, torch.uint8)
-    return files.read_bytes(name, entry).view(kind).view(entry.as_stored.shape)
+    return files.read_bytes(name, entry).view(kind).view(entry.untransposed.shape)

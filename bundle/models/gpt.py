@@ -51,7 +51,7 @@ def build_chunks(
                 "vision", VisionTower(architecture, config.params_dtype, runtime.noncausal_packed_attention)
             )
             for name, parameter in chunk.vision.named_parameters(prefix="vision"):
-                parameter.requires_grad_(not recipe.model.vision.freezes(name))
+                parameter.requires_grad_(not recipe.model.vision.is_tensor_frozen(name))
             chunk.vision.deepstack.attach(chunk.decoder.layers[: len(architecture.vision.deepstack)])
         chunks.append(chunk)
     if weights is None:

@@ -15,7 +15,7 @@ from bundle import pretrained
 from bundle.architectures import adapters, tensors
 from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
-from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
+from bundle.distributed.world import run_and_all_gather_results, run_on_rank_0
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 from bundle.models import naming
@@ -69,7 +69,7 @@ def load_and_list_unpublished(
     pairs = [(named, published[named.name]) for named in local_tensors if named.name in published]
     with torch.no_grad():
         reads = itertools.chain.from_iterable(_plan_reads(weights, *pair) for pair in pairs)
-        run_on_all_ranks(lambda: _read_and_check_finite(weights, reads))
+        run_and_all_gather_results(lambda: _read_and_check_finite(weights, reads))
     return unpublished
 
 
@@ -96,7 +96,7 @@ def load_adapters(matrices: Sequence[GloballyNamedTensor], recipe: Recipe) -> No
             )
 
     with torch.no_grad():
-        run_on_all_ranks(read_adapters)
+        run_and_all_gather_results(read_adapters)
 
 
 def read_whole_tensor(
@@ -115,7 +115,7 @@ def read_whole_tensor(
         entry = weights.entries[name]
         if entry.shape == tensor.shape and TORCH_DTYPE_BY_SAFETENSORS_NAME.get(entry.dtype) is dtype:
             stored = files.read_tensor(name, entry)
-            check.check_part(name, stored)
+            check.record_nonfinite_part(name, stored)
             return stored
     target = torch.empty(tensor.shape, dtype=dtype)
     _read(weights, _plan_reads(weights, GloballyNamedTensor(tensor.name, target, None), tensor), files, check)
@@ -234,7 +234,7 @@ def _read_values(
 ) -> Tensor:
     """Return the numbers of a part of a tensor; those of FP8 and MXFP4 are multiplied by their scales."""
     entry, source = read.entry, read.source
-    look = check.check_part if check else lambda *_: None
+    look = check.record_nonfinite_part if check else lambda *_: None
     if entry.dtype == MXFP4:
         count, columns, rows = entry.shape
         packed, scales = (

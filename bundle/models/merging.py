@@ -66,14 +66,14 @@ class MergedTensors:
             for pair in filter(None, pairs)
             for matrix in pair.list_trained_matrices()
         )
-        mismatches = (_describe_shape_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
+        mismatches = (_describe_checkpoint_matrix_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
         if violations := [line for line in mismatches if line]:
             raise UsageError(
                 f"{checkpoint.root}: these adapters do not fit this model (model.lora)",
                 limit_violations(violations),
             )
 
-    def read_table_tensor(self, tensor: tensors.Tensor) -> Tensor:
+    def read_megatron_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """Return a tensor of the table. Raise JobFailed for files that cannot be read."""
         dtype = torch.float32 if tensors.is_buffer(tensor.name) else self._base.dtype
         weight = loading.read_whole_tensor(self._base.weights, tensor, dtype, self._files, self._check)
@@ -100,12 +100,12 @@ class MergedTensors:
             start += piece.length
         return merged.to(dtype)
 
-    def refuse_nonfinite_base_weights(self) -> None:
+    def refuse_nonfinite_read_weights(self) -> None:
         """Raise UsageError where weights that were read are not finite."""
         self._check.refuse_nonfinite_tensors()
 
 
-def _describe_shape_mismatch(
+def _describe_checkpoint_matrix_mismatch(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], matrix: LoraMatrix
 ) -> str:
     """Return what is wrong with a checkpoint's matrix; "" where nothing is."""

@@ -19,7 +19,7 @@ from bundle.mcore.groups import Groups
 # The module of a chunk that its adapters are in: they are no tensors of the model (`models.adapters`).
 CHUNK_ADAPTERS_MODULE = "adapters"
 # Releases from 0.17 call the transformer layer inside an MTP layer differently.
-_MEGATRON_RELEASE_RENAMES = {"mtp_model_layer": "transformer_layer"}
+_CANONICAL_MODULE_NAMES = {"mtp_model_layer": "transformer_layer"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _find_global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
             part = str(child.layer_number - 1)
         elif part.isdigit() and parent_name == "local_experts":
             part = str(int(part) + groups.ep.rank * len(module))
-        parts.append(_MEGATRON_RELEASE_RENAMES.get(part, part))
+        parts.append(_CANONICAL_MODULE_NAMES.get(part, part))
         module, parent_name = child, part
     name = ".".join(parts)
     return tensors.EMBEDDING if name == tensors.HEAD and chunk.share_embeddings_and_output_weights else name

@@ -15,8 +15,8 @@ from bundle.architectures.tensors import Piece
 from bundle.errors import JobFailed
 from bundle.pretrained.directory import FP8, SCALE_SUFFIX, count_blocks
 from bundle.pretrained.writing import (
-    FP8_BLOCK,
-    OutputTensor,
+    FP8_BLOCK_SHAPE,
+    OutputTensorHeader,
     SafetensorsFileWriter,
     WeightFormat,
     build_file_names,
@@ -76,19 +76,19 @@ TORCH_DTYPE_BY_SAFETENSORS_NAME = {
 }
 
 
-def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterator[OutputTensor]:
+def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterator[OutputTensorHeader]:
     """Yield the tensors that are written of a tensor, in order.
 
     Biases that steer the choice of experts stay in fp32. The first entry of a stack writes the whole stack.
     """
     for name, shape in () if tensor.stack and tensor.stack.entry else tensor.list_published_shapes():
         if numbers == "fp8" and is_exported_in_fp8(tensor.name):
-            yield OutputTensor(name, FP8, shape)
-            yield OutputTensor(f"{name}{SCALE_SUFFIX}", "F32", count_blocks(shape, FP8_BLOCK))
+            yield OutputTensorHeader(name, FP8, shape)
+            yield OutputTensorHeader(f"{name}{SCALE_SUFFIX}", "F32", count_blocks(shape, FP8_BLOCK_SHAPE))
         elif numbers == "fp32" or tensors.is_buffer(tensor.name):
-            yield OutputTensor(name, "F32", shape)
+            yield OutputTensorHeader(name, "F32", shape)
         else:
-            yield OutputTensor(name, "BF16", shape)
+            yield OutputTensorHeader(name, "BF16", shape)
 
 
 def build_stored_values(
@@ -97,7 +97,7 @@ def build_stored_values(
     """Yield the numbers of all `list_stored_tensors` of a tensor; an entry of a stack yields its own only."""
     in_fp8 = numbers == "fp8" and is_exported_in_fp8(tensor.name)
     for part in split_into_published(tensor, full_tensor):
-        yield from quantize_blocks(part, FP8_BLOCK) if in_fp8 else (part,)
+        yield from quantize_blocks(part, FP8_BLOCK_SHAPE) if in_fp8 else (part,)
 
 
 def split_into_published(tensor: tensors.Tensor, full_tensor: Tensor) -> Iterator[Tensor]:
@@ -131,7 +131,9 @@ def _join_pieces(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) ->
     return joined
 
 
-def plan_files_by_writer(writers: Iterable[Iterable[OutputTensor]]) -> list[dict[str, list[OutputTensor]]]:
+def plan_files_by_writer(
+    writers: Iterable[Iterable[OutputTensorHeader]],
+) -> list[dict[str, list[OutputTensorHeader]]]:
     """Return the files of each writer by name, with the tensors in each, from the tensors of each writer."""
     planned = [list(split_into_files(everything)) for everything in writers]
     names = iter(build_file_names(sum(map(len, planned))))
@@ -144,10 +146,10 @@ class PublishedWriter:
     An error waits until `close`, so that others who send tensors need not wait for ever.
     """
 
-    def __init__(self, directory: Path, shares_by_file: Mapping[str, list[OutputTensor]]) -> None:
+    def __init__(self, directory: Path, shares_by_file: Mapping[str, list[OutputTensorHeader]]) -> None:
         self._pending_files = [(directory / name, list(share)) for name, share in shares_by_file.items()]
         self._file: SafetensorsFileWriter | None = None
-        self._remaining: list[OutputTensor] = []
+        self._remaining: list[OutputTensorHeader] = []
         self._dtype = torch.float32
         self._error: JobFailed | None = None
         self._sync_pool = ThreadPoolExecutor(1)
@@ -172,7 +174,7 @@ class PublishedWriter:
         if self._error is not None:
             raise self._error
 
-    def _write_part(self, new_tensor: OutputTensor | None, part: Tensor) -> None:
+    def _write_part(self, new_tensor: OutputTensorHeader | None, part: Tensor) -> None:
         """Write values: the first of `new_tensor`; None: more of the tensor before, a stack."""
         if new_tensor is not None:
             if not self._remaining:

@@ -76,7 +76,7 @@ class TensorStream:
             for named in (*naming.find_parameters(chunk, groups), *naming.find_expert_biases(chunk, groups)):
                 local_tensors.setdefault(named.name, named)
         return cls(
-            list(table.iterate_published()),
+            list(table.iterate_in_publishing_order()),
             local_tensors,
             lambda named: adapters.merge_adapters(named, chunks),
         )

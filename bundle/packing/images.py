@@ -59,7 +59,7 @@ class ImageInputs:
         index = np.full(len(ids), -1)
         index[places] = np.arange(len(places))
         counted = compute_positions(
-            lengths, places, *_compute_position_grids_and_steps(sizes, seconds, vision)
+            lengths, places, *_compute_grids_and_position_steps(sizes, seconds, vision)
         )
         if not len(grids):
             grids = np.asarray([[1, vision.merge_size, vision.merge_size]])
@@ -77,13 +77,15 @@ class ImageInputs:
 
         In thd the positions [3, 1, t] are those of all ranks' rows; attention takes its own.
         """
-        index = packing.pack_concatenated(self.index, fill=-1)
+        index = packing.pack_concatenated_tokens(self.index, fill=-1)
         if packing.qkv_format == "thd" and packing.alignment.cp > 1:
             packing = Packing(packing.padding, Alignment("thd"), 0, packing.device)
-        return replace(self, index=index, positions=packing.pack_concatenated(self.positions).movedim(-1, 0))
+        return replace(
+            self, index=index, positions=packing.pack_concatenated_tokens(self.positions).movedim(-1, 0)
+        )
 
 
-def _compute_position_grids_and_steps(
+def _compute_grids_and_position_steps(
     sizes: Ints, seconds: NDArray[np.float64] | None, vision: VisionArchitecture
 ) -> tuple[Ints, NDArray[np.float32]]:
     """Return the grids that count positions as one image each, and their steps in time.

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bundle.capabilities import ModelMask
+from bundle.capabilities import ModelInputMask
 from bundle.errors import JobFailed
 from bundle.recipe.alignment import Alignment, Layout, Padding
 
@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class RowRuns:
+class RankRowRanges:
     """The rows of one rank in its order: for each run, rows start, start+1, ... of a sequence; [runs]."""
 
     sequence: Ints
@@ -51,17 +51,19 @@ def interleave(first: Ints, second: Ints) -> Ints:
     return np.ravel((first, second), order="F")
 
 
-def compute_runs(padded: Ints, cp: int, rank: int) -> RowRuns:
+def compute_runs(padded: Ints, cp: int, rank: int) -> RankRowRanges:
     """Return the runs of `rank` of `cp`; `padded`: the rows of every sequence, the tail included."""
     sequence = np.arange(len(padded), dtype=np.int64)
     if cp == 1:
-        return RowRuns(sequence, np.zeros_like(padded), padded)
+        return RankRowRanges(sequence, np.zeros_like(padded), padded)
     chunk = padded // (2 * cp)
     start = interleave(rank * chunk, (2 * cp - 1 - rank) * chunk)
-    return RowRuns(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
+    return RankRowRanges(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
 
 
-def build_pack_index(runs: RowRuns, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.bool_] | None]:
+def build_pack_index_and_blanks(
+    runs: RankRowRanges, lengths: Ints, roll: int
+) -> tuple[Ints, NDArray[np.bool_] | None]:
     """Return for every row the token that it takes, and a mask of the rows that take none; [t/cp].
 
     A row takes the token `roll` places further in its own sequence. The mask is None where every row takes
@@ -76,15 +78,15 @@ def build_pack_index(runs: RowRuns, lengths: Ints, roll: int) -> tuple[Ints, NDA
     return index, np.repeat(blank, interleave(real, runs.rows - real))
 
 
-def build_unpack_index(shards: Sequence[RowRuns], lengths: Ints) -> Ints:
+def build_unpack_index(shards: Sequence[RankRowRanges], lengths: Ints) -> Ints:
     """Return for every token its row when the shards of all ranks follow each other; [tokens]."""
     columns = zip(*((runs.sequence, runs.start, runs.rows) for runs in shards), strict=True)
-    runs = RowRuns(*(np.concatenate(column) for column in columns))
+    runs = RankRowRanges(*(np.concatenate(column) for column in columns))
     order = np.argsort(compute_starts(lengths)[runs.sequence] + runs.start, kind="stable")
     return concatenate_ranges(compute_starts(runs.rows)[order], _count_real_rows(runs, lengths, 0)[order])
 
 
-def _count_real_rows(runs: RowRuns, lengths: Ints, roll: int) -> Ints:
+def _count_real_rows(runs: RankRowRanges, lengths: Ints, roll: int) -> Ints:
     """Return how many rows of each run take a token; these are its first rows."""
     left: Ints = lengths[runs.sequence] - runs.start - roll
     taken: Ints = np.minimum(np.maximum(left, 0), runs.rows)  # which types differ between numpy 1 and 2
@@ -128,7 +130,7 @@ class Packing:
             raise JobFailed(f"rank: {rank} is not a context-parallel rank from 0 to {alignment.cp - 1}.")
         return cls(alignment.pad(lengths, length=length), alignment, rank or 0, torch.device(device))
 
-    def pack_concatenated(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
+    def pack_concatenated_tokens(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
         """Return this rank's packed rows of a concatenated tensor [tokens, ...]: shape [*self.shape, ...].
 
         `roll` takes the value `roll` tokens later in the same sequence: 1 makes labels from ids, 1 + d those
@@ -140,7 +142,7 @@ class Packing:
                 f"A tensor of shape {list(x.shape)} does not fit this micro-batch: its first dimension must"
                 f" be the {self.padding.real_tokens} tokens of the sequences."
             )
-        index, blank = self._get_cached_pack_index(roll)
+        index, blank = self._get_pack_index_and_blanks(roll)
         return self._fill_blanks(x.index_select(0, index), blank, fill)
 
     def repeat_per_packed_row(self, values: Tensor, *, fill: float | Tensor = 0) -> Tensor:
@@ -152,7 +154,7 @@ class Packing:
             )
         owner = np.minimum(self._local_runs.sequence, len(self.padding.lengths) - 1)
         index = self._to_tensor(np.repeat(owner, self._local_runs.rows))
-        return self._fill_blanks(values.index_select(0, index), self._get_cached_pack_index(0)[1], fill)
+        return self._fill_blanks(values.index_select(0, index), self._get_pack_index_and_blanks(0)[1], fill)
 
     def unpack_gathered_shards(self, x: Tensor) -> Tensor:
         """Return the concatenated tensor [tokens, ...] of the packed rows of all ranks: [cp·b, s/cp, ...].
@@ -190,10 +192,10 @@ class Packing:
     def local_shape(self) -> tuple[int, int]:
         """The first two dimensions of a packed tensor on this rank."""
         rows = 1 if self.qkv_format == "thd" else len(self.padding.lengths)
-        return rows, self.padding.total_buffer_rows // (self.alignment.cp * rows)
+        return rows, self.padding.total_rows_over_cp_ranks // (self.alignment.cp * rows)
 
     @cached_property
-    def positions(self) -> Tensor:
+    def local_positions(self) -> Tensor:
         """The place of every row in its own sequence, counting on over padding; int64, `shape`."""
         return self._to_tensor(self._local_runs.concatenate_ranges(self._local_runs.start)).view(
             self.local_shape
@@ -202,7 +204,7 @@ class Packing:
     @cached_property
     def valid(self) -> Tensor:
         """True where a row is a real token; bool, `shape`."""
-        blank = self._get_cached_pack_index(0)[1]
+        blank = self._get_pack_index_and_blanks(0)[1]
         all_valid = torch.ones(self.local_shape, dtype=torch.bool, device=self.device)
         return all_valid if blank is None else ~blank.view(self.local_shape)
 
@@ -232,14 +234,14 @@ class Packing:
         return self._compute_boundaries(self.padding.padded_lengths_with_tail)
 
     @cached_property
-    def _local_runs(self) -> RowRuns:
+    def _local_runs(self) -> RankRowRanges:
         return self._compute_runs(self.rank)
 
-    def _compute_runs(self, rank: int) -> RowRuns:
+    def _compute_runs(self, rank: int) -> RankRowRanges:
         return compute_runs(np.asarray(self.padding.padded_lengths_with_tail), self.alignment.cp, rank)
 
     @cached_property
-    def _lengths_with_tail(self) -> Ints:
+    def _lengths_with_empty_tail(self) -> Ints:
         """Real tokens of each sequence; the tail is a sequence with none."""
         return np.asarray((*self.padding.lengths, 0))
 
@@ -252,12 +254,12 @@ class Packing:
     def _pack_index_by_roll(self) -> dict[int, tuple[Tensor, Tensor | None]]:
         return {}
 
-    def _get_cached_pack_index(self, roll: int) -> tuple[Tensor, Tensor | None]:
-        """Return `build_pack_index` on the device, computed once for each roll."""
+    def _get_pack_index_and_blanks(self, roll: int) -> tuple[Tensor, Tensor | None]:
+        """Return `build_pack_index_and_blanks` on the device, computed once for each roll."""
         if roll < 0:
             raise JobFailed(f"roll: {roll} is not allowed. Use 0 or more, which rolls towards the beginning.")
         if roll not in self._pack_index_by_roll:
-            index, blank = build_pack_index(self._local_runs, self._lengths_with_tail, roll)
+            index, blank = build_pack_index_and_blanks(self._local_runs, self._lengths_with_empty_tail, roll)
             self._pack_index_by_roll[roll] = (
                 self._to_tensor(index),
                 None if blank is None else self._to_tensor(blank),
@@ -267,7 +269,7 @@ class Packing:
     @cached_property
     def _packed_row_by_token(self) -> Tensor:
         shards = [self._compute_runs(rank) for rank in range(self.alignment.cp)]
-        return self._to_tensor(build_unpack_index(shards, self._lengths_with_tail))
+        return self._to_tensor(build_unpack_index(shards, self._lengths_with_empty_tail))
 
     def _fill_blanks(self, rows: Tensor, blank: Tensor | None, fill: float | Tensor) -> Tensor:
         packed = rows.view(*self.local_shape, *rows.shape[1:])
@@ -315,6 +317,6 @@ class Masks:
     valid: Tensor
 
 
-def build_padding_masks(packing: Packing, mask: ModelMask) -> Masks:
+def build_model_and_output_masks(packing: Packing, mask: ModelInputMask) -> Masks:
     """Return the masks of a packing for a model that takes `mask` (Capabilities.find_mask)."""
     return Masks(packing.unsharded_bshd_packing.valid if mask.form == "valid" else None, packing.valid)

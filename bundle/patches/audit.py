@@ -88,7 +88,7 @@ def audit(
         core.build_reader(table),
         stack.find_megatron_frameworks(),
     )
-    decisions = {entry.id: _decide(entry, unpatched_reader, job) for entry in entries}
+    decisions = {entry.id: _decide_unless_unmet_trap(entry, unpatched_reader, job) for entry in entries}
     defects = {entry.id: _build_core_only_defect(entry, decisions[entry.id]) for entry in entries}
     monkey_patches, framework_defects = audit_framework_patches(
         packages, entries, core, unpatched_reader, job
@@ -128,13 +128,17 @@ def audit_framework_patches(
     for entry in entries if monkey_patches else ():
         touching = patched_reader.find_evidence_changing_patches(entry)
         wrappers = frameworks.find_wrapping_patches(entry, monkey_patches) if isinstance(entry, Patch) else ()
-        unpatched = _to_presence(_decide(entry, unpatched_reader, job))
+        unpatched = _to_job_presence_or_absent(_decide_unless_unmet_trap(entry, unpatched_reader, job))
         unconditional = (
-            _to_presence(_decide(entry, unconditional_reader, job))
+            _to_job_presence_or_absent(_decide_unless_unmet_trap(entry, unconditional_reader, job))
             if unconditional_reader.find_evidence_changing_patches(entry)
             else unpatched
         )
-        patched = _to_presence(_decide(entry, patched_reader, job)) if touching else unpatched
+        patched = (
+            _to_job_presence_or_absent(_decide_unless_unmet_trap(entry, patched_reader, job))
+            if touching
+            else unpatched
+        )
         states = unpatched, unconditional, patched
         if defect := _build_framework_defect(entry, states, touching, wrappers):
             defects[entry.id] = defect
@@ -152,7 +156,7 @@ def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
     return not avoided and (features is None or entry.when <= features)
 
 
-def _decide(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision | None:
+def _decide_unless_unmet_trap(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision | None:
     """Return the decision about an entry by what the reader reads; None for a trap that is absent."""
     reading = reader.read(entry)
     if isinstance(entry, Patch):
@@ -160,7 +164,7 @@ def _decide(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision |
     return decision_rules.decide_trap(entry, reading, job)
 
 
-def _to_presence(decision: Decision | None) -> Presence:
+def _to_job_presence_or_absent(decision: Decision | None) -> Presence:
     """Return whether the defect is present, by the decision about it.
 
     A patch that is skipped although the defect is in the source counts as ABSENT: this job does not need it.
@@ -176,7 +180,7 @@ def _to_presence(decision: Decision | None) -> Presence:
 
 def _build_core_only_defect(entry: Entry, decision: Decision | None) -> AuditedDefect | None:
     """Return the defect as megatron-core alone has it, without any framework; None where it is absent."""
-    presence = _to_presence(decision)
+    presence = _to_job_presence_or_absent(decision)
     if presence is Presence.ABSENT or decision is None:
         return None
     status = DefectStatus.PRESENT if presence is Presence.PRESENT else DefectStatus.UNKNOWN

@@ -84,7 +84,9 @@ def decide_patch(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
         range=patch.range,
         presence=reading.presence or Presence.UNKNOWN,
         proven=proposal.proven,
-        targets=tuple(replacement.target for replacement in _list_replacements_with_targets(patch, reading)),
+        targets=tuple(
+            replacement.target for replacement in _list_present_or_all_replacements(patch, reading)
+        ),
         fingerprints=tuple(reading.fingerprints.values()),
         assumes=patch.assumes,
         stops=refused or (blocked and patch.id not in job.allowed),
@@ -130,7 +132,7 @@ def _explain_version_only(reading: Reading, job: PatchContext) -> str:
     return f"({how}. Pass --mcore PATH to read the source.)"
 
 
-def find_seam_drift(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
+def build_seam_drift_warning(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
     """Return a warning that the names of a seam are not as reviewed; None where they are."""
     if (
         reading is None
@@ -217,13 +219,13 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
             f" {reading.read_error or 'its code is ' + _UNFAMILIAR_CODE_PHRASE}",
             False,
         )
-    ownership = _explain_ownership(patch, job)
+    ownership = _explain_mindspeed_replacement(patch, job)
     if ownership and (job.trains_with_mindspeed or patch.id not in job.requested):
         return _Proposal(PatchAction.OWNED, ownership, is_proven and _is_known_mindspeed(job))
     if job.conflict:
         return _Proposal(PatchAction.CONFLICT, job.conflict, is_proven)
-    drift = _explain_drift(patch, reading) or _explain_unreviewed_patcher(patch, job)
-    if drift and (patch.id not in job.allowed or _list_missing_targets(patch, reading)):
+    drift = _explain_drift_and_remedy(patch, reading) or _explain_unread_ascend_patcher(patch, job)
+    if drift and (patch.id not in job.allowed or _list_missing_required_targets(patch, reading)):
         reason = f"{'. '.join(drift)}. {format_allow_drift_hint(patch.id)}"
         return _Proposal(PatchAction.DRIFT, reason, is_proven)
     if drift:
@@ -253,7 +255,7 @@ def _is_known_mindspeed(job: PatchContext) -> bool:
     return job.mindspeed is not None and mindspeed.is_reviewed_commit(job.mindspeed[0])
 
 
-def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
+def _explain_mindspeed_replacement(patch: Patch, job: PatchContext) -> str | None:
     """Return why a target of the patch is MindSpeed's; None where it is not."""
     if job.mindspeed is None or not job.runs_on(("ascend",)):
         return None
@@ -266,14 +268,14 @@ def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def _explain_unreviewed_patcher(patch: Patch, job: PatchContext) -> tuple[str, str] | None:
+def _explain_unread_ascend_patcher(patch: Patch, job: PatchContext) -> tuple[str, str] | None:
     if job.unread_patcher is None or not job.runs_on(("ascend",)):
         return None
     targets = ", ".join(replacement.target for replacement in patch.replacements)
     return f"{job.unread_patcher} was not reviewed and may replace {targets}", "Check whether it does"
 
 
-def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
+def _explain_drift_and_remedy(patch: Patch, reading: Reading) -> tuple[str, str] | None:
     """Return why the wrapper may not fit this tree, and what to do; None where the code was reviewed."""
     if reading.read_error:
         return reading.read_error, "Check this megatron-core"
@@ -281,7 +283,7 @@ def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
         cause = "whether this megatron-core has the defect is unknown, because its code is"
         cause += f" {_UNFAMILIAR_CODE_PHRASE}"
         return cause, f"Read the code of {', '.join(patch.evidence_targets)}"
-    missing = _list_missing_targets(patch, reading)
+    missing = _list_missing_required_targets(patch, reading)
     if missing:
         gone = ", ".join(f"{target} ({_describe_nearest(target, reading)})" for target in missing)
         cause = f"the defect is present, but the patch's target is missing: {gone}"
@@ -306,13 +308,13 @@ def _describe_nearest(target: str, reading: Reading) -> str:
     return f"nearest: {', '.join(names)}" if names else "no similar name"
 
 
-def _list_missing_targets(patch: Patch, reading: Reading) -> list[str]:
+def _list_missing_required_targets(patch: Patch, reading: Reading) -> list[str]:
     """Return the required targets that are missing; an optional one only when all targets are."""
     gone = [r for r in patch.replacements if r.target not in reading.fingerprints]
     return [r.target for r in gone if not r.optional or len(gone) == len(patch.replacements)]
 
 
-def _list_replacements_with_targets(patch: Patch, reading: Reading) -> list[Replacement]:
+def _list_present_or_all_replacements(patch: Patch, reading: Reading) -> list[Replacement]:
     """Return the replacements whose target this megatron-core has; all of them where nothing was read."""
     present = [r for r in patch.replacements if r.target in reading.fingerprints]
     return present or list(patch.replacements)

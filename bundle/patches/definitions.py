@@ -259,7 +259,7 @@ class Definitions:
         )
 
 
-class DeclaredDefinitions:
+class EvidenceDefinitions:
     """The definitions that a patch or a trap declares as its evidence, and no others.
 
     A patch may read declared definitions only: a change of an undeclared one would not be noticed.

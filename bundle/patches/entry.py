@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bundle.environment import BACKENDS
 from bundle.errors import UsageError, find_nearest, format_suggestion
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 
 LOCAL_LAYER_BACKENDS = (
     "cpu",
@@ -23,7 +23,7 @@ MEGATRON_TIED_HEAD_FEATURE = "megatron-tied-head"
 EXTERNAL_PROGRAM_FEATURES = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRON_TIED_HEAD_FEATURE})
 
 # Features of every job on accelerators, which nobody names. In the jobs of others losses are megatron's.
-UNIVERSAL_FEATURES = (
+IMPLICIT_EXTERNAL_FEATURES = (
     frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | EXTERNAL_PROGRAM_FEATURES
 )
 
@@ -81,17 +81,17 @@ FEATURES: dict[str, str] = {
 }
 
 
-def add_universal_features(raw_words: Iterable[str]) -> frozenset[str] | None:
+def parse_job_features_or_all(raw_words: Iterable[str]) -> frozenset[str] | None:
     """Return the words and the features that every job has; None, for all features, where there are no words.
 
     Raises UsageError for words that no patch and no trap asks for.
     """
     words = parse_features(raw_words)
-    return frozenset(words) | UNIVERSAL_FEATURES if words else None
+    return frozenset(words) | IMPLICIT_EXTERNAL_FEATURES if words else None
 
 
 def parse_features(raw_words: Iterable[str]) -> tuple[str, ...]:
-    """Return the words as they are spelled here. Raises UsageError as `add_universal_features` does."""
+    """Return the words as they are spelled here. Raises UsageError as `parse_job_features_or_all` does."""
     words = tuple(word.strip().lower() for word in raw_words if word.strip())
     unknown = [
         f"{word[:100]}{format_suggestion(find_nearest(word, FEATURES))}"
@@ -105,7 +105,7 @@ def parse_features(raw_words: Iterable[str]) -> tuple[str, ...]:
 
 def format_non_implicit_features(words: Iterable[str]) -> str:
     """Return the words for a sentence ("cp and mtp"), without the features that every job has."""
-    return " and ".join(sorted(set(words) - UNIVERSAL_FEATURES))
+    return " and ".join(sorted(set(words) - IMPLICIT_EXTERNAL_FEATURES))
 
 
 class Presence(StrEnum):
@@ -138,14 +138,14 @@ class DefectCheck(NamedTuple):
     """A check whether a source has a defect, and the definitions that it reads."""
 
     evidence: tuple[str, ...]
-    detect: Callable[[DeclaredDefinitions], Presence]
+    detect: Callable[[EvidenceDefinitions], Presence]
 
-    def __call__(self, source: DeclaredDefinitions) -> Presence:
+    def __call__(self, source: EvidenceDefinitions) -> Presence:
         """Return what the source says. Raises source.UnreadableSource."""
         return self.detect(source)
 
 
-def detect_in_source(*evidence: str) -> Callable[[Callable[[DeclaredDefinitions], Presence]], DefectCheck]:
+def detect_in_source(*evidence: str) -> Callable[[Callable[[EvidenceDefinitions], Presence]], DefectCheck]:
     """Return a decorator that makes a DefectCheck of a function of the source."""
     return lambda detect: DefectCheck(evidence, detect)
 
@@ -163,7 +163,7 @@ def detect_in_definitions(
     """
 
     def build_check(function: Callable[..., Presence]) -> DefectCheck:
-        def detect(source: DeclaredDefinitions) -> Presence:
+        def detect(source: EvidenceDefinitions) -> Presence:
             if required_module is not None and not source.has_module(required_module):
                 return Presence.ABSENT
             definitions = [_find_first(target, source) for target in targets]
@@ -177,7 +177,7 @@ def detect_in_definitions(
     return build_check
 
 
-def _find_first(target: str | tuple[str, ...], source: DeclaredDefinitions) -> Definition | None:
+def _find_first(target: str | tuple[str, ...], source: EvidenceDefinitions) -> Definition | None:
     if isinstance(target, str):
         return source[target]
     return next(iter(source.find_existing(*target)), None)

@@ -11,7 +11,12 @@ from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import audit, patcher, plan
 from bundle.patches.audit import AuditedDefect, DefectStatus
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import Decision, PatchAction, add_universal_features, format_non_implicit_features
+from bundle.patches.entry import (
+    Decision,
+    PatchAction,
+    format_non_implicit_features,
+    parse_job_features_or_all,
+)
 from bundle.patches.megatron_core import find_installed_or_default_core, load_review_table
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.plan import PatchPlan, Survey, build_context, survey_patches
@@ -62,7 +67,7 @@ def enable(
             early_imports,
         )
     patcher.apply(patch_plan)
-    _log_plan(patch_survey, add_universal_features(features or ()))
+    _log_plan(patch_survey, parse_job_features_or_all(features or ()))
     return patch_plan
 
 
@@ -79,7 +84,7 @@ def plan_patches(
 
     Raises the same errors as `enable`.
     """
-    used, table = add_universal_features(features or ()), load_review_table()
+    used, table = parse_job_features_or_all(features or ()), load_review_table()
     if stack.megatron.core is None:
         archive = stack.megatron.archive
         raise EnvironmentUnfit(

@@ -42,12 +42,14 @@ class PatchedMegatronTree(SourceTree):
             module = self.original.find_module(name)
             for patch in self.patches if module else ():
                 if patch.module == name and module is not None:
-                    module = module._replace(bindings=module.bindings | _rebind_name(module, patch))
+                    module = module._replace(
+                        bindings=module.bindings | _build_patched_bindings(module, patch)
+                    )
             self._modules[name] = module
         return self._modules[name]
 
 
-def _rebind_name(module: Module, patch: MonkeyPatch) -> dict[str, list[ast.stmt]]:
+def _build_patched_bindings(module: Module, patch: MonkeyPatch) -> dict[str, list[ast.stmt]]:
     """Return the bindings that a monkey patch changes; for a method, its class with the new method."""
     owner, _, name = patch.name.rpartition(".")
     new = _rename_code(patch.code, name)
@@ -118,10 +120,10 @@ def find_monkey_patches(
     patches = (
         patch for package in packages for patch in monkey_patches.find_in_package(package, megatron, targets)
     )
-    return tuple(_with_by_value_importer_condition(patch, megatron) for patch in patches)
+    return tuple(_with_later_import_condition(patch, megatron) for patch in patches)
 
 
-def _with_by_value_importer_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
+def _with_later_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
     """Return the monkey patch, with one more condition where megatron-core imports its function by value.
 
     The condition is that the importing module is imported later: an earlier import keeps the original

@@ -22,7 +22,7 @@ FILE_NAME = "mcore-bundle-patches.pth"
 FORMAT = 1  # of the document that the file passes to `begin`
 _INLINE_FINDER_MODULE_NAME = "mcore_bundle_patches"  # the module that the finder's class is in
 _HEADER = "# mcore-bundle patches disable removes this file: "
-_MAX_BYTES = 1 << 20  # bytes of such a file
+_MAX_PTH_FILE_BYTES = 1 << 20  # bytes of such a file
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class HookArguments(NamedTuple):
             f"import sys; exec(compile({source!a}, {FILE_NAME!a}, 'exec'), {{'__name__':"
             f" {_INLINE_FINDER_MODULE_NAME!a}}})"
         )
-        document = {**self._to_document(), "digest": files.digest_json([self._to_document(), line])}
+        document = {
+            **self._to_document(),
+            "digest": files.compute_short_json_digest([self._to_document(), line]),
+        }
         return f"{_HEADER}{json.dumps(document)}\n{line}\n"
 
     def _to_document(self) -> dict[str, object]:
@@ -66,7 +69,7 @@ class Hook(NamedTuple):
 def find_hooks(sites: Iterable[Path]) -> tuple[Hook, ...]:
     """Return the files of the hook's name in these directories."""
     files_ = (site / FILE_NAME for site in dict.fromkeys(sites))
-    return tuple(_read_pth_hook(file) for file in files_ if os.path.lexists(file))
+    return tuple(_read_and_verify_hook(file) for file in files_ if os.path.lexists(file))
 
 
 def install(environment: Sites, arguments: HookArguments) -> bool:
@@ -153,7 +156,7 @@ def remove_hook_finder() -> None:
     ]
 
 
-def iter_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
+def list_ok_and_fault_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
     """Yield what `doctor` and `patches audit` say about each hook."""
     for hook in hooks:
         if hook.fault:
@@ -162,14 +165,16 @@ def iter_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
             yield ok("patches", f"{hook.file} enables patches in every program here: {hook.arguments}")
 
 
-def _read_pth_hook(file: Path) -> Hook:
-    text = None if file.is_symlink() else files.read_text_if_small(file, _MAX_BYTES)
+def _read_and_verify_hook(file: Path) -> Hook:
+    text = None if file.is_symlink() else files.read_text_if_small(file, _MAX_PTH_FILE_BYTES)
     first, _, rest = (text or "").partition("\n")
     if not first.startswith(_HEADER):
         return Hook(file, None, "it was not written by mcore-bundle")
     try:
         document = json.loads(first.removeprefix(_HEADER))
-        is_intact = document.pop("digest") == files.digest_json([document, rest[:-1]]) and rest.endswith("\n")
+        is_intact = document.pop("digest") == files.compute_short_json_digest(
+            [document, rest[:-1]]
+        ) and rest.endswith("\n")
     except (ValueError, AttributeError, KeyError, RecursionError):
         is_intact = False
     arguments = _parse_arguments(document) if is_intact else None

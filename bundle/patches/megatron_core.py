@@ -22,7 +22,7 @@ from bundle.environment import packages
 from bundle.environment.packages import InstalledPackages, MegatronCopy
 from bundle.errors import UsageError
 from bundle.patches import source
-from bundle.patches.definitions import DeclaredDefinitions, Definitions
+from bundle.patches.definitions import Definitions, EvidenceDefinitions
 from bundle.patches.entry import Patch, Presence, Seam, Trap
 from bundle.patches.source import SourceTree, UnreadableSource
 
@@ -35,7 +35,7 @@ REVIEW_TABLE_FILE = Path(__file__).with_name("releases.json")
 REVIEWED_COMMITS_FILE = Path(__file__).with_name("commits.json")
 # name -> value -> the references that have it, in one string: a line of the file for each value
 Listing = Mapping[str, Mapping[str, str]]
-REVIEW_TABLE_FIELDS = (
+REVIEW_TABLE_LISTING_NAMES = (
     "targets",
     "signatures",
     "defects",
@@ -93,14 +93,14 @@ def _find_key_by_reference(known: Mapping[str, str], reference: str) -> str | No
 @cache
 def load_review_table() -> ReviewTable:
     """Return the reviewed list that is shipped with the package."""
-    return parse_review_table(REVIEW_TABLE_FILE.read_text("utf-8"))
+    return parse_releases_json(REVIEW_TABLE_FILE.read_text("utf-8"))
 
 
-def parse_review_table(text: str) -> ReviewTable:
+def parse_releases_json(text: str) -> ReviewTable:
     """Return the table from the text of a releases.json."""
     document = json.loads(text)
     return ReviewTable(
-        tuple(document["references"].split()), *(document[listing] for listing in REVIEW_TABLE_FIELDS)
+        tuple(document["references"].split()), *(document[listing] for listing in REVIEW_TABLE_LISTING_NAMES)
     )
 
 
@@ -185,9 +185,9 @@ class DefectReader:
             return self._read_from_table(entry.id, targets, self.reference)
         if self.definitions is None:
             return VERSION_ONLY_READING
-        reading = self._read_target_fingerprints(targets, self.definitions)
+        reading = self._collect_target_fingerprints(targets, self.definitions)
         try:
-            presence = entry.defect(DeclaredDefinitions(self.definitions, frozenset(entry.evidence_targets)))
+            presence = entry.defect(EvidenceDefinitions(self.definitions, frozenset(entry.evidence_targets)))
             gone = (
                 _describe_missing_evidence_files(entry, self.definitions)
                 if presence is Presence.UNKNOWN
@@ -203,11 +203,11 @@ class DefectReader:
             return tuple(self.table.modules)
         return self.definitions.tree.list_requested_modules() if self.definitions else ()
 
-    def read_unreviewed_seam(self, seam: Seam) -> Reading | None:
+    def read_seam_fingerprints(self, seam: Seam) -> Reading | None:
         """Return what the tree says about the names of a seam; None where it is reviewed, or not at hand."""
         if self.definitions is None:
             return None
-        return self._read_target_fingerprints(
+        return self._collect_target_fingerprints(
             dict.fromkeys(seam.targets, seam.by_signature), self.definitions
         )
 
@@ -220,7 +220,7 @@ class DefectReader:
         references = self._find_reviewed_versions(fingerprints, targets)
         return Reading(self.table.find_presence(entry, reference), fingerprints, references)
 
-    def _read_target_fingerprints(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
+    def _collect_target_fingerprints(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
         """Return what a tree's source says about targets, without the presence of the defect.
 
         The value of `targets` is True for a target that is read by its signature and not by its code.
@@ -290,7 +290,7 @@ def resolve_core_path_or_version(name: str, table: ReviewTable) -> MegatronCore:
 
 
 def _from_copy(copy: MegatronCopy, table: ReviewTable, conflict: str | None) -> MegatronCore:
-    digests = {module: source.compute_digest(copy.root, module) for module in table.modules}
+    digests = {module: source.compute_module_digest(copy.root, module) for module in table.modules}
     reference = table.find_matching_reference(digests)
     version, commit = (value and files.to_printable(value) for value in (copy.version, copy.commit))
     return MegatronCore(version, commit, copy.root, files.to_printable(copy.origin), reference, conflict)

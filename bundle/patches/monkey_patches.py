@@ -16,7 +16,7 @@ from pathlib import Path
 from bundle import files
 from bundle.environment.packages import Package
 from bundle.patches.definitions import Definitions
-from bundle.patches.source import SourceTree, UnreadableSource, iter_bound_names, resolve_import
+from bundle.patches.source import SourceTree, UnreadableSource, iter_narrowed_bindings, resolve_import
 
 _MAX_FILES, _MAX_BYTES = 20_000, 128 << 20  # of one framework; the largest read was 2,000 files of 25 MB
 _MAX_FILE_BYTES = 1 << 20  # of one file
@@ -107,7 +107,7 @@ class _SourceFile:
             body, scope, conditions = waiting.pop()
             for node in body:
                 collected.append(_Statement(node, scope, conditions))
-                for name, binding in iter_bound_names(node):
+                for name, binding in iter_narrowed_bindings(node):
                     scope.bindings.setdefault(name, []).append(binding)
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     waiting.append((node.body, _Scope(node, scope, conditions), ()))
@@ -199,7 +199,7 @@ def _iter_file_patches(
             if target is None or (target[0], name) not in wanted_names:
                 continue
             code = _find_code(function or value, statement.scope, source_file, package)
-            conditions, call_sites = _find_conditions_and_callers(statement, source_file, source_files)
+            conditions, call_sites = _find_conditions_and_call_sites(statement, source_file, source_files)
             if function is not None:
                 conditions = (*conditions, f"this {target[1].partition('.')[0]} is passed to the call")
             yield MonkeyPatch(
@@ -362,7 +362,7 @@ def _is_attribute_access(value: ast.expr, name: str) -> bool:
     return is_getattr and isinstance(value.args[1], ast.Constant) and value.args[1].value == name  # type: ignore[attr-defined]
 
 
-def _find_conditions_and_callers(
+def _find_conditions_and_call_sites(
     statement: _Statement, source_file: _SourceFile, source_files: list[_SourceFile]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (conditions, places of the calls) on the way to a statement; no places if an import runs it."""

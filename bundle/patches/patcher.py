@@ -238,7 +238,7 @@ def _replace_attribute(module: ModuleType, step: PatchStep) -> _ReplacedAttribut
         type(raw_original)(wrapped) if isinstance(raw_original, staticmethod | classmethod) else wrapped
     )
     setattr(owner, name, replacement)
-    references = _rebind_references(original, replacement, step) if step.everywhere else ()
+    references = _rebind_package_references(original, replacement, step) if step.everywhere else ()
     return _ReplacedAttribute(step, owner, name, raw_original, replacement, references)
 
 
@@ -280,7 +280,7 @@ def _check_file(module: ModuleType, step: PatchStep) -> None:
     if not file.as_posix().endswith(f"/{step.file}"):
         raise PatchError(f"{step.patch}: {module.__name__} comes from {file}, not from a {step.file}")
     root = file.parents[step.file.count("/")]
-    if source.compute_digest(root, module.__name__) != step.file_digest:
+    if source.compute_module_digest(root, module.__name__) != step.file_digest:
         raise PatchError(f"{step.patch}: {file} differs from the file that the patches were planned for")
 
 
@@ -296,7 +296,7 @@ def _check_planned_code_file(module: ModuleType, original: Any, step: PatchStep)
         )
 
 
-def _rebind_references(
+def _rebind_package_references(
     original: Any, replacement: Any, step: PatchStep
 ) -> tuple[tuple[ModuleType, str], ...]:
     """Bind `replacement` to the names in the top package that held the original by value; return them."""

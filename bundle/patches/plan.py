@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bundle.environment.packages import MegatronCopy, Packages
 from bundle.errors import PatchError, UsageError, find_nearest, format_suggestion
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.patches import decision_rules, mindspeed, source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.decision_rules import PatchContext
@@ -70,7 +70,9 @@ def survey_patches(
         job,
         mindspeed=(
             job.mindspeed
-            or _predict_mindspeed_commit(core.version, trains_with_mindspeed=trains_with_mindspeed)
+            or _predict_mindspeed_by_megatron_version(
+                core.version, trains_with_mindspeed=trains_with_mindspeed
+            )
         )
         if may_have_mindspeed
         else None,
@@ -84,7 +86,8 @@ def survey_patches(
     decisions = [decision_rules.decide_patch(patch, reader.read(patch), job) for patch in PATCHES]
     other_decisions = [decision_rules.decide_trap(trap, reader.read(trap), job) for trap in TRAPS]
     other_decisions += [
-        decision_rules.find_seam_drift(seam, reader.read_unreviewed_seam(seam), job) for seam in SEAMS
+        decision_rules.build_seam_drift_warning(seam, reader.read_seam_fingerprints(seam), job)
+        for seam in SEAMS
     ]
     decisions += [decision for decision in other_decisions if decision is not None]
     return Survey(
@@ -109,7 +112,9 @@ def build_context(
     )
 
 
-def _predict_mindspeed_commit(version: str | None, *, trains_with_mindspeed: bool) -> tuple[str] | None:
+def _predict_mindspeed_by_megatron_version(
+    version: str | None, *, trains_with_mindspeed: bool
+) -> tuple[str] | None:
     """Return the commit of the MindSpeed that a job of ours would have where none is installed."""
     branch = mindspeed.find_branch_by_megatron_version(version) if trains_with_mindspeed and version else None
     return (branch.commit,) if branch else None
@@ -173,13 +178,13 @@ class PatchPlan:
         agreed = {"megatron-core": _format_version(self.version, self.commit)}
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
-            agreed[f"patch {patch_id}"] = f"{action} {digest_json(steps)}" if steps else action
-        return {**agreed, "files that decided the patches": digest_json(self.module_digests)}
+            agreed[f"patch {patch_id}"] = f"{action} {compute_short_json_digest(steps)}" if steps else action
+        return {**agreed, "files that decided the patches": compute_short_json_digest(self.module_digests)}
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all fields."""
-        return digest_json(self.get_rank_invariant_fields())
+        return compute_short_json_digest(self.get_rank_invariant_fields())
 
     def find_mismatches(self, core: MegatronCopy) -> Iterator[str]:
         """Yield each way in which a megatron-core, or this package, differs from the one in the plan."""
@@ -191,7 +196,7 @@ class PatchPlan:
             yield f"megatron-core: {expected} in the job, {actual} here"
             return
         for module, digest in self.module_digests:
-            if source.compute_digest(core.root, module) != digest:
+            if source.compute_module_digest(core.root, module) != digest:
                 file = source.find_module_file(core.root, module) or f"{module.replace('.', '/')}.py"
                 yield f"{file} differs from the file that the patches were planned for"
         known_steps = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
@@ -199,7 +204,7 @@ class PatchPlan:
             if (step.patch, step.target, step.wrapper) not in known_steps:
                 yield f"patch {step.patch} of {step.target} is in the job, but not in this mcore-bundle"
             elif (
-                source.compute_digest(_PACKAGE_PARENT_DIRECTORY, step.wrapper.partition(":")[0])
+                source.compute_module_digest(_PACKAGE_PARENT_DIRECTORY, step.wrapper.partition(":")[0])
                 != step.wrapper_digest
             ):
                 yield f"{step.patch}: {step.wrapper.partition(':')[0]} differs here"
@@ -265,7 +270,7 @@ def build_patch_plan(patch_survey: Survey) -> PatchPlan:
     ]
     decisions = tuple((decision.id, decision.action.value) for decision in patch_survey.decisions)
     modules = sorted({*patch_survey.read_modules, *(step.target.partition(":")[0] for step in steps)})
-    module_digests = tuple((module, source.compute_digest(root, module)) for module in modules)
+    module_digests = tuple((module, source.compute_module_digest(root, module)) for module in modules)
     return PatchPlan(
         patch_survey.core.version, patch_survey.core.commit, decisions, tuple(steps), module_digests
     )
@@ -279,7 +284,7 @@ def _build_step(patch_id: str, replacement: Replacement, definitions: Definition
     module, _, name = replacement.target.partition(":")
     root = definitions.tree.root
     wrapper_module = replacement.wrapper.partition(":")[0]
-    wrapper_digest = source.compute_digest(_PACKAGE_PARENT_DIRECTORY, wrapper_module)
+    wrapper_digest = source.compute_module_digest(_PACKAGE_PARENT_DIRECTORY, wrapper_module)
     if not wrapper_digest:
         raise PatchError(f"patch {patch_id}: the module of its wrapper, {wrapper_module}, does not exist")
     return PatchStep(
@@ -287,7 +292,7 @@ def _build_step(patch_id: str, replacement: Replacement, definitions: Definition
         target=replacement.target,
         wrapper=replacement.wrapper,
         file=source.find_module_file(root, module) or "",
-        file_digest=source.compute_digest(root, module),
+        file_digest=source.compute_module_digest(root, module),
         code_file=definition.file,
         fingerprint=definition.fingerprint,
         wrapper_digest=wrapper_digest,

@@ -10,7 +10,7 @@ from bundle.patches.catalogue import PATCHES
 from bundle.patches.megatron_core import DEFAULT_RELEASE
 
 
-def create_patch_files(patch_id: str, checkout: Path) -> str:
+def create_bundle_patch_files(patch_id: str, checkout: Path) -> str:
     """Write the files of a new patch into a checkout of this project; return what to do next.
 
     Raises UsageError for an id that is taken or malformed, for a directory that is not a checkout, and where

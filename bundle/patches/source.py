@@ -52,7 +52,7 @@ class SourceTree:
         file = find_module_file(self.root, name)
         if file is None:
             return None
-        source = files.read_bytes_if_small(self.root / file, _MAX_MODULE_BYTES)
+        source = files.read_bytes_or_none(self.root / file, _MAX_MODULE_BYTES)
         if source is None:
             raise UnreadableSource(
                 f"{file} is not a readable regular file below {_MAX_MODULE_BYTES >> 20} MiB"
@@ -88,10 +88,10 @@ def find_module_file(root: Path, name: str) -> str | None:
     return None
 
 
-def compute_digest(root: Path, name: str) -> str:
+def compute_module_digest(root: Path, name: str) -> str:
     """Return 16 hexadecimal digits over the bytes of a module's file; "" where no file can be read."""
     file = find_module_file(root, name)
-    data = files.read_bytes_if_small(root / file, _MAX_MODULE_BYTES) if file else None
+    data = files.read_bytes_or_none(root / file, _MAX_MODULE_BYTES) if file else None
     return "" if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -124,7 +124,7 @@ def collect_bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     """
     bound_statements: dict[str, list[ast.stmt]] = {}
     for node in iter_statements(body):
-        for name, statement in iter_bound_names(node):
+        for name, statement in iter_narrowed_bindings(node):
             bound_statements.setdefault(name, []).append(statement)
     return bound_statements
 
@@ -145,7 +145,7 @@ def _unpack_assignment(
             yield name, bound_value
 
 
-def iter_bound_names(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+def iter_narrowed_bindings(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
     """Yield the names that one statement binds in its own scope, each with the statement narrowed to it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node

@@ -43,10 +43,10 @@ def fingerprint_signature(nodes: Sequence[ast.AST]) -> str:
 
     Annotations do not count. A node that is not a function counts with all its code.
     """
-    return fingerprint_code([_strip_to_signature(node) for node in nodes])
+    return fingerprint_code([_strip_body_and_annotations(node) for node in nodes])
 
 
-def _strip_to_signature(node: ast.AST) -> ast.AST:
+def _strip_body_and_annotations(node: ast.AST) -> ast.AST:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node
     arguments = copy.copy(node.args)

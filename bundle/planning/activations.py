@@ -1,8 +1,8 @@
 """Activations: bytes that a rank has saved for backward, over its chunks and the micro-batches in flight.
 
 They are counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomputation in Large
-Transformer Models", 2022, section 4), for the layers that are really built. `SavedForBackward` counts what
-one operation saves of a token. `LayerBytes` counts one layer without its recomputed modules.
+Transformer Models", 2022, section 4), for the layers that are really built. `OperationBytes` counts what
+one operation saves of a token. `LayerByteCounter` counts one layer without its recomputed modules.
 `estimate_activations` counts a stage.
 """
 
@@ -43,12 +43,12 @@ class ActivationBytes(NamedTuple):
     in_flight: tuple[int, ...]
 
     @property
-    def peak(self) -> int:
+    def total_peak(self) -> int:
         """The largest number of bytes at one moment."""
         return self.saved + self.transient
 
 
-class SavedForBackward(NamedTuple):
+class OperationBytes(NamedTuple):
     """The bytes that the operations of one family of layers save of one token.
 
     `element_bytes` is the bytes of an element in the model's arithmetic. Torch's own operations: read off the
@@ -96,7 +96,7 @@ class SavedForBackward(NamedTuple):
             return (heads * width + groups * (width + value_width)) * self.element_bytes + heads * FP32
         return heads * ((2 + 2 * cp) * max(width, value_width) + 1) * FP32
 
-    def count_mask_bytes(self, rows: int, cp: int) -> int:
+    def count_attention_mask_bytes(self, rows: int, cp: int) -> int:
         """Return the bytes of the masks of a sequence, which unfused attention saves in fp32.
 
         This rank has two chunks of the sequence, with `rows` rows together. Chunk c of 2·cp sees the c + 1
@@ -117,7 +117,7 @@ class SavedForBackward(NamedTuple):
         return self.count_attention_bytes(heads, heads, width, value_width, cp) - shared
 
 
-class LayerBytes:
+class LayerByteCounter:
     """Counts layers for one recipe; experts are assumed to be chosen evenly.
 
     `tokens` are those of this rank's micro-batch. `stream_tokens` are those that the rank holds between the
@@ -128,7 +128,7 @@ class LayerBytes:
         self.recipe, self.traits = recipe, traits
         parallel, recompute = recipe.parallel, recipe.model.recompute
         size = BF16 if recipe.model.dtype == "bf16" else FP32
-        self.saved = SavedForBackward(
+        self.saved = OperationBytes(
             size,
             traits.fused_kernels,
             has_shifted_gate=code.has(SHIFTED_GATE_SOURCE_PREDICATE),
@@ -139,7 +139,7 @@ class LayerBytes:
         self.adapted_matrices = _find_adapted_matrices(recipe)
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
-        self.tokens = self.rows * recipe.micro_batch_rows
+        self.tokens = self.rows * recipe.micro_batch_full_rows
         self.stream_tokens = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_bytes = self.stream_tokens * recipe.architecture.hidden_size * self.saved.element_bytes
         self.head = HeadBytes(
@@ -158,7 +158,9 @@ class LayerBytes:
         self.expert_tokens = self.stream_tokens * moe.topk * parallel.etp if moe else 0
         heads = recipe.architecture.num_attention_heads // parallel.tp
         # The probabilities of all pairs of tokens, where a kernel keeps them; a pack's at most.
-        self.score_bytes = recipe.micro_batch_rows * heads * self.rows**2 * size if traits.keeps_scores else 0
+        self.score_bytes = (
+            recipe.micro_batch_full_rows * heads * self.rows**2 * size if traits.keeps_scores else 0
+        )
         takes_workspace = recipe.train.deterministic and recipe.data.packed and not self.score_bytes
         self.workspace_bytes = traits.deterministic_workspace * heads * self.tokens**2 * takes_workspace
         # Full recomputation, or the modules of a selective one.
@@ -251,7 +253,7 @@ class LayerBytes:
     def _count_attention_bytes(self) -> int:
         a, tp, size = self.recipe.architecture, self.recipe.parallel.tp, self.saved.element_bytes
         heads, groups, width = a.num_attention_heads // tp, a.num_query_groups // tp, a.kv_channels
-        total = self._count_rotation_bytes(round(width * a.rotary_fraction))
+        total = self._count_rotary_table_bytes(round(width * a.rotary_fraction))
         if a.qk_layernorm:
             total += self.tokens * (heads + groups) * self.saved.count_norm_bytes(width)
         out = heads * width * size * self._is_attention_output_saved()
@@ -260,7 +262,7 @@ class LayerBytes:
         if "core_attn" in self.recomputed_modules:
             # The values are a view of queries, keys and values together, which therefore stay.
             return total + self.tokens * ((2 * heads + 3 * groups) * width * size + out)
-        total += self.saved.count_mask_bytes(self.rows, self.cp) + self.score_bytes
+        total += self.saved.count_attention_mask_bytes(self.rows, self.cp) + self.score_bytes
         return total + self.tokens * (
             self.saved.count_attention_bytes(heads, groups, width, width, self.cp) + out
         )
@@ -272,7 +274,7 @@ class LayerBytes:
         )
         width, value = mla.q_head_dim, mla.v_head_dim
         recomputes_up = "mla_up_proj" in self.recomputed_modules
-        total = self._count_rotation_bytes(mla.qk_pos_emb_head_dim)
+        total = self._count_rotary_table_bytes(mla.qk_pos_emb_head_dim)
         ranks = ((mla.q_lora_rank, "q_up_proj"), (mla.kv_lora_rank, "kv_up_proj"))
         for rank, up in ((rank, up) for rank, up in ranks if rank):
             # Recomputed from its compressed input, a projection keeps that alone (its norm's, where that is
@@ -291,7 +293,7 @@ class LayerBytes:
         mask = (
             0
             if "core_attn" in self.recomputed_modules
-            else self.saved.count_mask_bytes(self.rows, self.cp) + self.score_bytes
+            else self.saved.count_attention_mask_bytes(self.rows, self.cp) + self.score_bytes
         )
         return total + mask + self.tokens * (attention_bytes + out)
 
@@ -313,9 +315,9 @@ class LayerBytes:
             + 7 * value
         )
         row = values * (head + 4 * value * size) + keys * key * (4 * size + 2 * FP32)
-        return -(-self.rows // DELTA_NET_CHUNK) * DELTA_NET_CHUNK * self.recipe.micro_batch_rows * row
+        return -(-self.rows // DELTA_NET_CHUNK) * DELTA_NET_CHUNK * self.recipe.micro_batch_full_rows * row
 
-    def _count_rotation_bytes(self, width: int) -> int:
+    def _count_rotary_table_bytes(self, width: int) -> int:
         """Return the bytes of the cosines and sines for queries and for keys, of every position once."""
         return self.rows * 4 * width * self.saved.element_bytes
 
@@ -402,11 +404,11 @@ def estimate_activations(
     recipe: Recipe, layout: RankLayout, stage: int, traits: LayerTraits, code: MegatronCode
 ) -> ActivationBytes:
     """Return the activations of a rank of a pipeline stage."""
-    layer_bytes = LayerBytes(recipe, traits, code)
+    layer_bytes = LayerByteCounter(recipe, traits, code)
     chunks = layout.stages[stage]
     in_flight_counts = count_in_flight(len(layout.stages), stage, len(chunks), layout.microbatches)
     sizes = [
-        _count_chunk_bytes(layer_bytes, chunk) + _count_chunk_output_bytes(layer_bytes, chunk)
+        _count_chunk_bytes(layer_bytes, chunk) + _count_forwarded_output_bytes(layer_bytes, chunk)
         for chunk in chunks
     ]
     return ActivationBytes(
@@ -418,7 +420,7 @@ def estimate_activations(
                 layer_bytes.workspace_bytes,
                 layer_bytes.head.count_transient_bytes(chunk.losses),
             )
-            + _count_frozen_embedding_bytes(layer_bytes, chunk)
+            + _count_frozen_embedding_output_bytes(layer_bytes, chunk)
             for chunk in chunks
         ),
         in_flight=in_flight_counts,
@@ -439,7 +441,7 @@ def count_in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> 
     return tuple(order.count(chunk) for chunk in range(chunks))
 
 
-def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _count_chunk_bytes(layer_bytes: LayerByteCounter, chunk: ModelChunk) -> int:
     """Return the bytes that one micro-batch leaves in a chunk."""
     embedding = (
         layer_bytes.tokens * ID_BYTES
@@ -454,7 +456,7 @@ def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     )
 
 
-def _count_chunk_output_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _count_forwarded_output_bytes(layer_bytes: LayerByteCounter, chunk: ModelChunk) -> int:
     """Return the bytes of the outputs for the next chunk: of the trunk and of each MTP layer.
 
     Schedules hold them until backward, because `deallocate_pipeline_outputs` is off.
@@ -462,7 +464,7 @@ def _count_chunk_output_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int
     return 0 if chunk.head else (1 + chunk.mtp_layers) * layer_bytes.stream_bytes
 
 
-def _count_frozen_embedding_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _count_frozen_embedding_output_bytes(layer_bytes: LayerByteCounter, chunk: ModelChunk) -> int:
     """Return the bytes of a frozen embedding's outputs and of their gradients.
 
     Both stay from one micro-batch to the next: the outputs ask for a gradient that nothing before them takes
@@ -472,7 +474,7 @@ def _count_frozen_embedding_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) ->
     return 0 if layer_bytes.adapted_matrices is None else 2 * embedded * layer_bytes.stream_bytes
 
 
-def _count_decoder_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _count_decoder_bytes(layer_bytes: LayerByteCounter, chunk: ModelChunk) -> int:
     """Return the bytes of the decoder layers; full recomputation keeps only their inputs."""
     layer_sizes = layer_bytes.list_layer_bytes(chunk)
     if layer_bytes.full_recompute is None:
@@ -483,7 +485,7 @@ def _count_decoder_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     return -(-len(layer_sizes) // unit) * layer_bytes.stream_bytes
 
 
-def _compute_recompute_peak_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _compute_recompute_peak_bytes(layer_bytes: LayerByteCounter, chunk: ModelChunk) -> int:
     """Return the bytes that recomputation brings back at a time.
 
     These are the layers of one unit, one MTP layer, or the probabilities of attention.
@@ -498,7 +500,7 @@ def _compute_recompute_peak_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) ->
     return max(units, default=0)
 
 
-def _count_mtp_depth_total_bytes(layer_bytes: LayerBytes) -> int:
+def _count_mtp_depth_total_bytes(layer_bytes: LayerByteCounter) -> int:
     """Return the bytes that one depth of multi-token prediction leaves: ids, and the layer or its inputs.
 
     The ids are those for its embedding.
@@ -508,7 +510,7 @@ def _count_mtp_depth_total_bytes(layer_bytes: LayerBytes) -> int:
     )
 
 
-def _count_mtp_layer_bytes(layer_bytes: LayerBytes) -> int:
+def _count_mtp_layer_bytes(layer_bytes: LayerByteCounter) -> int:
     """Return the bytes of one MTP depth: the join of its embedding with the trunk, a layer, a norm."""
     joined = 2 * _count_final_norm_bytes(layer_bytes) + 2 * layer_bytes.stream_bytes * (
         layer_bytes.adapted_matrices is None
@@ -520,7 +522,7 @@ def _count_mtp_layer_bytes(layer_bytes: LayerBytes) -> int:
     )
 
 
-def _count_final_norm_bytes(layer_bytes: LayerBytes) -> int:
+def _count_final_norm_bytes(layer_bytes: LayerByteCounter) -> int:
     """Return the bytes of the norm behind the decoder, or behind an MTP layer."""
     return layer_bytes.stream_tokens * layer_bytes.saved.count_norm_bytes(
         layer_bytes.recipe.architecture.hidden_size
@@ -536,7 +538,7 @@ def _count_tower_bytes(recipe: Recipe, element_bytes: int) -> int:
     vision, parallel = recipe.architecture.vision, recipe.parallel
     if vision is None:
         return 0
-    tokens = recipe.micro_batch_rows * recipe.data.sequence_length
+    tokens = recipe.micro_batch_full_rows * recipe.data.sequence_length
     ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     added = len(vision.deepstack) * recipe.architecture.hidden_size * element_bytes * tokens // ranks
     training, lora = recipe.model.vision, recipe.model.lora

@@ -17,7 +17,7 @@ from bundle.planning.servers import find_rollout_machine_problems
 from bundle.pretrained.directory import explain_tiktoken_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
-from bundle.recipe.datafiles import STDLIB_PATH_KEYWORD, expand, needs_pyarrow, normalize_to_index_path
+from bundle.recipe.datafiles import STDLIB_CORPUS_KEYWORD, expand, needs_pyarrow, resolve_idx_file
 from bundle.recipe.rules import explain_unfit_source
 
 _MAX_TOKENIZER_BYTES = 2**28  # published ones have some 2**25
@@ -39,7 +39,9 @@ def inspect_weights(recipe: Recipe) -> InitialWeights:
         pretrained_weights = pretrained.find_recipe_weights(recipe)
         description = pretrained.describe_weights(recipe, pretrained_weights)
         problems += (
-            _find_package_problems("safetensors", "model.path with weights") if pretrained_weights else ()
+            _find_missing_package_problems("safetensors", "model.path with weights")
+            if pretrained_weights
+            else ()
         )
     except UsageError as error:
         problems += to_problems(error, "model.path: ")
@@ -56,7 +58,7 @@ def to_problems(error: UsageError, prefix: str = "") -> Iterator[Problem]:
         yield to_recipe_problem(f"{prefix}{line}")
 
 
-def find_input_problems(
+def find_input_output_problems(
     recipe: Recipe, directory: Path, initial_weights: InitialWeights | None = None
 ) -> Iterator[Problem]:
     """Yield every input that is missing or unusable; `directory` is where the run would live.
@@ -112,9 +114,9 @@ def find_existing_local_inputs(recipe: Recipe, origin: Path | None = None) -> It
             yield LocalInput(key, value, (Path(value),))
     for key, data in _list_data(recipe).items():
         for value in data.path:
-            index_path = normalize_to_index_path(value, data.source)
+            index_path = resolve_idx_file(value, data.source)
             paths = [index_path] if _is_present(Path(index_path)) else glob.glob(index_path, recursive=True)  # noqa: PTH207
-            if paths and value != STDLIB_PATH_KEYWORD:
+            if paths and value != STDLIB_CORPUS_KEYWORD:
                 yield LocalInput(key, value, tuple(map(Path, paths)))
 
 
@@ -138,12 +140,12 @@ def _find_data_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, data in _list_data(recipe).items():
         for paths in data.training_set_paths:
             try:
-                sources = expand([path for path in paths if path != STDLIB_PATH_KEYWORD], data.source, key)
+                sources = expand([path for path in paths if path != STDLIB_CORPUS_KEYWORD], data.source, key)
             except UsageError as error:
                 yield from map(to_recipe_problem, error.violations)
                 continue
             if any(needs_pyarrow(source) for source in sources):
-                yield from _find_package_problems("pyarrow", f"{key}: {sources[0].name}")
+                yield from _find_missing_package_problems("pyarrow", f"{key}: {sources[0].name}")
             kind = sources[0].kind if sources else "text"
             if data.source is None and (reason := explain_unfit_source(recipe.task, kind)):
                 yield to_recipe_problem(f"{key}: {reason}")
@@ -155,7 +157,7 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
     Files that do not tell their ids are left to the ranks.
     """
     kind, _, location = recipe.data.tokenizer.partition(":")
-    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.resolve_pinned_path(location))
+    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.build_cache_path_if_pinned(location))
     if kind != "hf":
         return
     if not files.is_directory(directory):
@@ -167,7 +169,7 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
         yield to_recipe_problem(f"data.tokenizer: {reason}")
     elif not has_tokenizer(directory):
         yield to_recipe_problem(f"data.tokenizer: {location!r} has no tokenizer file (tokenizer.json, ...)")
-    yield from _find_package_problems("transformers", "data.tokenizer: hf:")
+    yield from _find_missing_package_problems("transformers", "data.tokenizer: hf:")
     if (highest := _find_highest_tokenizer_id(directory / "tokenizer.json")) >= vocabulary:
         yield to_recipe_problem(
             f"data.tokenizer: {location!r} has ids up to {highest}, but the model's vocab_size is"
@@ -187,7 +189,7 @@ def _find_highest_tokenizer_id(path: Path) -> int:
         return -1
 
 
-def _find_package_problems(name: str, purpose: str) -> Iterator[Problem]:
+def _find_missing_package_problems(name: str, purpose: str) -> Iterator[Problem]:
     if importlib.util.find_spec(name) is None:
         yield to_hardware_problem(f"{purpose} needs {name}. Install it: pip install 'mcore-bundle[data]'")
 

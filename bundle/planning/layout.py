@@ -95,7 +95,7 @@ class RankLayout(NamedTuple):
 
 def can_lay_out(recipe: Recipe, world: int) -> bool:
     """Return whether `world` ranks have a layout, even if the batch does not divide by it."""
-    return world <= MOST_RANKS and recipe.parallel.fits(world)
+    return world <= MOST_RANKS and recipe.parallel.is_minimal_world_multiple(world)
 
 
 def build_rank_layout(recipe: Recipe, world: int) -> RankLayout:

@@ -32,7 +32,7 @@ from bundle.planning.size import (
     DTYPE_BYTES,
     FP8_GEMM_WEIGHT_PATTERN,
     FP32,
-    Parameter,
+    LocalParameter,
     list_parameters,
     list_trained_parameters,
 )
@@ -81,12 +81,17 @@ class MemoryEstimate(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """Bytes at the worst moment of a step: nothing is learned while answers are sampled."""
-        return max(self.learning, self.sampling_peak)
+        return max(self.learning_peak, self.sampling_peak)
 
     @property
-    def learning(self) -> int:
+    def learning_peak(self) -> int:
         """Bytes at the peak of an update."""
-        return self.states.device_total + self.rollout.weights + self.rollout.overhead + self.activations.peak
+        return (
+            self.states.device_total
+            + self.rollout.weights
+            + self.rollout.overhead
+            + self.activations.total_peak
+        )
 
     @property
     def sampling_peak(self) -> int:
@@ -135,7 +140,7 @@ def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValu
 class BufferSpan(NamedTuple):
     """The elements [start, end) of a buffer that hold one parameter."""
 
-    parameter: Parameter
+    parameter: LocalParameter
     start: int
     end: int
 
@@ -150,7 +155,7 @@ class ParameterBuffer(NamedTuple):
     @classmethod
     def from_parameters(
         cls,
-        parameters: Sequence[Parameter],
+        parameters: Sequence[LocalParameter],
         ranks: int,
         bucket_size: int | None = None,
         *,
@@ -191,7 +196,7 @@ class ParameterBuffer(NamedTuple):
         """The size of the buffer, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
-    def iterate_rank_share_deltas(self) -> Iterator[tuple[int, int, int]]:
+    def iterate_element_and_tensor_deltas(self) -> Iterator[tuple[int, int, int]]:
         """Yield where the part of a rank differs from that of the rank before it: (rank, elements, tensors).
 
         The part is what the rank keeps optimizer state for. Ranks are not counted one by one: between the
@@ -250,14 +255,14 @@ class StateBuffers(NamedTuple):
         pp = self.layout.find_axis("pp")
         stage, rank_in_stage = pp.find_rank_in_group(rank), rank % pp.stride
         *_, sizes = (
-            sizes for first, *sizes in self._list_sizes_by_first_rank(stage) if first <= rank_in_stage
+            sizes for first, *sizes in self._list_rank_range_state_counts(stage) if first <= rank_in_stage
         )
         return self._compute_bytes(stage, *sizes)
 
     def compute_largest_bytes(self, stage: int) -> StateBytes:
         """Return the bytes of the rank of a stage that needs the most: the padding falls on the others."""
         candidates = (
-            self._compute_bytes(stage, *sizes) for _, *sizes in self._list_sizes_by_first_rank(stage)
+            self._compute_bytes(stage, *sizes) for _, *sizes in self._list_rank_range_state_counts(stage)
         )
         return max(candidates, key=lambda states: states.device_total)
 
@@ -265,7 +270,7 @@ class StateBuffers(NamedTuple):
         """Return the sum of the sizes of a stage's buffers, padding included."""
         return sum(buffer.elements for buffers in self.stages[stage] for buffer in buffers)
 
-    def _list_sizes_by_first_rank(self, stage: int) -> list[tuple[int, int, int]]:
+    def _list_rank_range_state_counts(self, stage: int) -> list[tuple[int, int, int]]:
         """Return (rank, elements, tensors) of optimizer state that a stage's ranks keep from that rank on."""
         if not self.optimizer.use_distributed_optimizer:
             spans = [span for buffers in self.stages[stage] for buffer in buffers for span in buffer.spans]
@@ -275,7 +280,7 @@ class StateBuffers(NamedTuple):
         changes = {0: (0, 0)}
         for buffers in self.stages[stage]:
             for buffer, stride in zip(buffers, strides, strict=True):
-                for share, elements, tensors in buffer.iterate_rank_share_deltas():
+                for share, elements, tensors in buffer.iterate_element_and_tensor_deltas():
                     before = changes.get(share * stride, (0, 0))
                     changes[share * stride] = before[0] + elements, before[1] + tensors
         totals = accumulate(
@@ -361,7 +366,7 @@ def _choose_bucket_size(recipe: Recipe, layout: RankLayout, chunk: ModelChunk) -
     return options.bucket_size or max(40_000_000, 1_000_000 * layout.find_axis_size("dp"))
 
 
-def is_shared_embedding_across_buckets(parameters: Sequence[Parameter], ranks: int) -> bool:
+def is_shared_embedding_across_buckets(parameters: Sequence[LocalParameter], ranks: int) -> bool:
     """Return whether a defect of megatron-core puts the shared embedding across a boundary of buckets.
 
     The bucket in front is closed at a multiple of lcm(ranks, 128). The embedding still starts where the

@@ -52,7 +52,7 @@ class SizeChooser(NamedTuple):
 
     def choose_fastest(self, recipe: Recipe, layout: RankLayout) -> tuple[SizedRecipe, str]:
         """Return the fastest size that fits, else the smallest one, and a note with the reason."""
-        sized = self._list_by_speed(recipe, layout.world)
+        sized = self._list_sizes_by_speed(recipe, layout.world)
         best = next(filter(self._fits, sized), None) or min(sized, key=lambda entry: entry.size)
         needed = format_bytes(self._estimate_peak_bytes(best))
         reason = f"predicted{self.roofline.assumed_device_note}: {best.seconds:.3g} s a step, {needed} of"
@@ -72,7 +72,7 @@ class SizeChooser(NamedTuple):
         size, now = recipe.train.micro_batch_size_or_one, self.roofline.predict(recipe, layout).total
         if recipe.data.packed or self.device is None:
             return None
-        for entry in self._list_by_speed(recipe, layout.world):
+        for entry in self._list_sizes_by_speed(recipe, layout.world):
             if entry.seconds > now * (1 - LEAST_ADVISED_GAIN):
                 break
             if entry.size > size and self._fits(entry):
@@ -83,7 +83,7 @@ class SizeChooser(NamedTuple):
                 )
         return None
 
-    def _list_by_speed(self, recipe: Recipe, world: int) -> list[SizedRecipe]:
+    def _list_sizes_by_speed(self, recipe: Recipe, world: int) -> list[SizedRecipe]:
         """Return every size, the fastest first."""
         sized = []
         for sized_recipe in list_sizes(recipe, world):

@@ -12,7 +12,7 @@ from bundle.patches import PatchAction
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.memory import MemoryEstimate
 from bundle.planning.plan import Plan
-from bundle.planning.size import DiskUsage, ModelSize
+from bundle.planning.size import DiskUsage, ParametersAndForwardFlops
 from bundle.recipe import Recipe
 from bundle.recipe.completion import list_shown_settings
 from bundle.recipe.loss_chunks import choose_loss_chunk
@@ -32,7 +32,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "nodes": plan.nodes,
             "per_node": plan.per_node,
             "world": plan.world,
-            **(_build_axes_json(plan.layout) if plan.layout else {}),
+            **(_build_layout_json(plan.layout) if plan.layout else {}),
         },
         "model": {
             "parameters": plan.size.parameters,
@@ -59,7 +59,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _build_axes_json(layout: RankLayout) -> dict[str, Any]:
+def _build_layout_json(layout: RankLayout) -> dict[str, Any]:
     return {
         "microbatches": layout.microbatches,
         "bubble": layout.bubble,
@@ -103,7 +103,7 @@ def _build_stage_json(chunks: tuple[ModelChunk, ...], memory: MemoryEstimate) ->
             "rollout_weights": memory.rollout.weights,
             "rollout_passing": memory.rollout.transient,
             "rollout_overhead": memory.rollout.overhead,
-            "learning": memory.learning,
+            "learning": memory.learning_peak,
             "sampling": memory.sampling_peak,
             "total": memory.peak_bytes,
         },
@@ -126,7 +126,7 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
         ("settings", format_settings(plan.recipe)),
         ("validation", [_format_validation_data(plan.recipe)]),
         ("step", [_format_step_tokens_and_flops(plan), *_format_bubble(plan.layout)]),
-        ("loss", list(_format_loss_chunks(plan.recipe))),
+        ("loss", list(_format_loss_chunk_size(plan.recipe))),
         ("experts", list(_format_expert_balancing(plan.recipe))),
         (
             "stages",
@@ -191,7 +191,7 @@ def _format_operators(plan: Plan) -> Iterator[str]:
         yield f"{operator.name}: {f'{operator.implementation}: {operator.reason}' if chosen else left_out}"
 
 
-def _format_model(size: ModelSize) -> str:
+def _format_model(size: ParametersAndForwardFlops) -> str:
     active = (
         f", {_format_decimal(size.active_parameters, 'KMBT')} active"
         if size.active_parameters < size.parameters
@@ -233,7 +233,7 @@ def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
         )
 
 
-def _format_loss_chunks(recipe: Recipe) -> Iterator[str]:
+def _format_loss_chunk_size(recipe: Recipe) -> Iterator[str]:
     """Yield how the loss takes its tokens, if not all at once."""
     if (chunk := choose_loss_chunk(recipe)) is not None:
         yield f"in chunks of {chunk:,} tokens: the backward pass computes their logits again, to save memory"
@@ -326,7 +326,7 @@ def _format_layout(plan: Plan) -> Iterator[str]:
     if plan.layout is None:
         return
     train, data = plan.recipe.train, plan.recipe.data
-    count, rows = plan.layout.microbatches, plan.recipe.micro_batch_rows
+    count, rows = plan.layout.microbatches, plan.recipe.micro_batch_full_rows
     if count * train.micro_batch_size_or_one * plan.layout.find_axis_size("dp") == train.global_batch_size:
         batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         yield f"{batches} per step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
@@ -396,7 +396,7 @@ def _format_memory(plan: Plan) -> Iterator[str]:
         host = f"; another {format_bytes(states.host)} offloaded to the host" if states.host else ""
         yield f"{stage.stage}: {format_bytes(stage.peak_bytes)} = {', '.join(parts)}{host}"
         if plan.device_share is not None:
-            moments = format_bytes(stage.learning), format_bytes(stage.sampling_peak)
+            moments = format_bytes(stage.learning_peak), format_bytes(stage.sampling_peak)
             fraction = f"rl.rollout.mem_fraction_static {plan.device_share.chosen:g}"
             yield (f"{stage.stage}: {moments[0]} while training, {moments[1]} while sampling ({fraction})")
     size = plan.hardware.smallest_device_memory

@@ -28,12 +28,12 @@ from bundle.planning.problems import (
     Problem,
     find_backend_problems,
     find_device_problems,
-    find_environment_variable_conflicts,
     find_layout_problems,
     find_memory_problems,
     find_mindspeed_problems,
     find_open_file_problems,
     find_patch_problems,
+    find_rank_environment_conflicts,
     to_recipe_problem,
 )
 from bundle.planning.roofline import Roofline
@@ -43,7 +43,7 @@ from bundle.planning.server_memory import (
     compute_device_share,
     find_ipc_transport_problems,
 )
-from bundle.planning.size import ModelSize, compute_model_size
+from bundle.planning.size import ParametersAndForwardFlops, compute_model_size
 from bundle.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     megatron: MegatronVersion
     nodes: int
     per_node: int
-    size: ModelSize
+    size: ParametersAndForwardFlops
     peak: Peak | None  # of a device, where it is known
     layout: RankLayout | None
     memory: tuple[MemoryEstimate, ...]  # of every pipeline stage
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
     @property
     def step_flops(self) -> int:
-        """FLOPs of a step with `step_tokens` tokens, if every sample is one sequence (see `ModelSize`)."""
+        """FLOPs of a step with `step_tokens` tokens, if every sample is one sequence (see `size`)."""
         sample_flops = self.size.count_training_flops([self.recipe.data.sequence_length])
         return self.recipe.train.global_batch_size * sample_flops
 
@@ -190,7 +190,9 @@ def build_plan(
     can = capabilities.find_capabilities(hardware.backend, recipe.features)
     kernel = can.choose_attention(recipe, hardware.oldest_generation.value).value
     features = with_kernel(recipe.features, kernel)
-    megatron, patch_survey = _choose_megatron(features, hardware, mcore, allow_drift, other_packages)
+    megatron, patch_survey = _resolve_and_survey_megatron(
+        features, hardware, mcore, allow_drift, other_packages
+    )
     code = MegatronCode(megatron.release, patch_survey.core.root)
     target_packages = other_packages or (packages.detect() if hardware_name is None else None)
     plan = assemble_plan(
@@ -267,7 +269,7 @@ def assemble_plan(
         *extra_problems,
         *map(to_recipe_problem, recipe.find_layout_violations(world)),
         *find_backend_problems(recipe, can, hardware, code),
-        *find_environment_variable_conflicts(can, environment),
+        *find_rank_environment_conflicts(can, environment),
         *(() if layout is None else find_layout_problems(recipe, can, layout, patch_survey.decisions)),
         *find_patch_problems(patch_survey.decisions),
         *find_device_problems(hardware, per_node),
@@ -385,7 +387,7 @@ def _describe_mindspeed_branch(recipe: Recipe, can: Capabilities, megatron: Mega
 def _describe_triton_provider(can: Capabilities, megatron: MegatronVersion, patch_survey: Survey) -> str:
     """Return a note about the triton that a megatron-core imports, where another package provides it."""
     brings = packages.get_triton_distribution(can.backend)
-    imports, evidence = packages.detect_triton_requirement(patch_survey.core.root, megatron.release)
+    imports, evidence = packages.detect_megatron_triton_import(patch_survey.core.root, megatron.release)
     if brings == "triton" or not imports:
         return ""
     return (
@@ -432,7 +434,7 @@ def _count_devices_per_node(recipe: Recipe, hardware: Hardware, nodes: int) -> i
     return len(hardware.devices)
 
 
-def _choose_megatron(
+def _resolve_and_survey_megatron(
     features: frozenset[str],
     hardware: Hardware,
     mcore: str,
@@ -443,7 +445,7 @@ def _choose_megatron(
     local_packages, review_table = packages.detect(), megatron_core.load_review_table()
     if mcore:
         megatron_subject, origin = megatron_core.resolve_core_path_or_version(mcore, review_table), "--mcore"
-        _check_sourceless_version(megatron_subject, review_table)
+        _check_sourceless_minor_version(megatron_subject, review_table)
     else:
         megatron_subject = megatron_core.find_installed_or_default_core(local_packages, review_table)
         origin = (
@@ -470,7 +472,7 @@ def _choose_megatron(
     ), patch_survey
 
 
-def _check_sourceless_version(megatron_subject: MegatronCore, review_table: ReviewTable) -> None:
+def _check_sourceless_minor_version(megatron_subject: MegatronCore, review_table: ReviewTable) -> None:
     """Raise UsageError for a version without a source tree whose minor nobody reviewed: it may not exist."""
     known_minors = [
         minor for reference in review_table.references if (minor := packages.parse_minor_version(reference))

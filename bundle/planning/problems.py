@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bundle.capabilities import Capabilities, EnvVariable
 from bundle.environment import MOST_RANKS_PER_NODE
-from bundle.environment.hardware import count_node_0_files
+from bundle.environment.hardware import count_node_0_open_files
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
 from bundle.errors import ExitCode, format_bytes
@@ -22,7 +22,7 @@ from bundle.recipe import Recipe
 SHARED_EMBEDDING_PATCH = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
 MIN_BF16_COMPUTE_CAPABILITY = (8, 0)  # Transformer Engine's support matrix
 # Modules that discard their output look up a name of Transformer Engine to see whether there is FP8.
-DISCARD_FP8_LOOKUP_SOURCE_MARKER = SourcePredicate(
+DISCARDED_OUTPUT_FP8_LOOKUP_PREDICATE = SourcePredicate(
     "tensor_parallel/random.py", "FP8GlobalStateManager", "0.13"
 )
 SHARED_EXPERTS_RECOMPUTATION_EVIDENCE = SourcePredicate(
@@ -35,16 +35,16 @@ DELTA_NET_SOURCE_PREDICATE = SourcePredicate(
 LAYOUT_STRING_SUPPORT_PREDICATE = SourcePredicate(
     "transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13"
 )
-_MEGATRON_LAYOUT_SOURCE = "transformer/pipeline_parallel_layer_layout.py"
-MTP_LAYOUT_SOURCE_MARKER = SourcePredicate(_MEGATRON_LAYOUT_SOURCE, "mtp_num_layers", "0.14")
+_MEGATRON_LAYOUT_FILE = "transformer/pipeline_parallel_layer_layout.py"
+MTP_LAYOUT_SOURCE_PREDICATE = SourcePredicate(_MEGATRON_LAYOUT_FILE, "mtp_num_layers", "0.14")
 STANDALONE_MTP_SOURCE_PREDICATE = SourcePredicate(
-    _MEGATRON_LAYOUT_SOURCE, "mtp_standalone", "0.16"
+    _MEGATRON_LAYOUT_FILE, "mtp_standalone", "0.16"
 )  # from the last layer, or from the head
 
 
 BLOCKWISE_FP8_SOURCE_PREDICATE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
 # Earlier releases do not recompute these together with FP8; 0.12 does not refuse them.
-FP8_RECOMPUTATION_SUPPORT_PREDICATE = SourcePredicate(
+FP8_RECOMPUTATION_SOURCE_PREDICATE = SourcePredicate(
     "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
 )
 # In earlier releases uniform recomputation asks for layers that the last unit of a chunk lacks.
@@ -61,15 +61,15 @@ class MegatronFeature(NamedTuple):
     predicate: SourcePredicate
 
 
-_DELTA_NET_REQUIREMENT = MegatronFeature("gated delta nets", DELTA_NET_SOURCE_PREDICATE)
+_DELTA_NET_MEGATRON_FEATURE = MegatronFeature("gated delta nets", DELTA_NET_SOURCE_PREDICATE)
 # Every other family is computed with every supported megatron-core.
 FEATURE_BY_FAMILY = {
     "gpt_oss": MegatronFeature(
         "learned sinks, windows in some layers and a clamped gate", ATTENTION_SINKS_PREDICATE
     ),
-    "qwen3_next": _DELTA_NET_REQUIREMENT,
-    "qwen3_5_text": _DELTA_NET_REQUIREMENT,
-    "qwen3_5_moe_text": _DELTA_NET_REQUIREMENT,
+    "qwen3_next": _DELTA_NET_MEGATRON_FEATURE,
+    "qwen3_5_text": _DELTA_NET_MEGATRON_FEATURE,
+    "qwen3_5_moe_text": _DELTA_NET_MEGATRON_FEATURE,
 }
 _TENSOR_NAME_NUMBER_PATTERN = r"\.\d+|\d+$"
 
@@ -97,7 +97,7 @@ def to_hardware_problem(text: str) -> Problem:
     return Problem(ExitCode.ENVIRONMENT_UNFIT, text)
 
 
-def find_environment_variable_conflicts(
+def find_rank_environment_conflicts(
     can: Capabilities, environment: Sequence[EnvVariable]
 ) -> Iterator[Problem]:
     """Yield the conflicts between the environment variables of a rank."""
@@ -164,7 +164,7 @@ def find_layout_string_problems(recipe: Recipe, code: MegatronCode) -> Iterator[
     has_mtp = "m" in "".join(layout)
     for is_used, predicate, limitation in (
         (True, LAYOUT_STRING_SUPPORT_PREDICATE, "does not support it"),
-        (has_mtp, MTP_LAYOUT_SOURCE_MARKER, "does not support MTP layers (m) in it"),
+        (has_mtp, MTP_LAYOUT_SOURCE_PREDICATE, "does not support MTP layers (m) in it"),
         (
             has_mtp and not {"t", "m"} <= set(layout[-1]),
             STANDALONE_MTP_SOURCE_PREDICATE,
@@ -304,7 +304,7 @@ def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]
 
 def find_open_file_problems(hardware: Hardware, nodes: int, per_node: int) -> Iterator[Problem]:
     """Yield the problem that node 0 cannot have a connection from each rank and each node."""
-    most, needed = hardware.host.open_files, count_node_0_files(nodes, per_node)
+    most, needed = hardware.host.open_files, count_node_0_open_files(nodes, per_node)
     if nodes > 1 and most.value is not None and needed > most.value:
         yield to_hardware_problem(
             f"open files: node 0 needs {needed} for {nodes} nodes of {per_node} ranks, but may have"
@@ -350,7 +350,7 @@ def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
     More stages keep as many activations: each holds less of more micro-batches.
     """
     model, optimizer = recipe.model, recipe.optimizer
-    if stage.activations.peak <= stage.states.device_total:
+    if stage.activations.total_peak <= stage.states.device_total:
         layout = "tp, pp or ep" if recipe.architecture.moe else "tp or pp"
         divided = ", or use more data-parallel ranks" if optimizer.use_distributed_optimizer else ""
         return f"mostly weights and optimizer: raise {layout}{divided}"
@@ -373,19 +373,23 @@ def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: Megatr
     key = "model.recompute.modules"
     if "moe_act" in modules and not can.layers.grouped_experts:
         yield to_recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
-    if "layernorm" in modules and not can.layers.fused_norms and code.has(DISCARD_FP8_LOOKUP_SOURCE_MARKER):
+    if (
+        "layernorm" in modules
+        and not can.layers.fused_norms
+        and code.has(DISCARDED_OUTPUT_FP8_LOOKUP_PREDICATE)
+    ):
         reason = "without Transformer Engine, megatron-core fails with NameError (FP8GlobalStateManager)"
-        reason += f" ({code.describe_evidence_source(DISCARD_FP8_LOOKUP_SOURCE_MARKER)})"
+        reason += f" ({code.describe_evidence_source(DISCARDED_OUTPUT_FP8_LOOKUP_PREDICATE)})"
         yield to_recipe_problem(f"{key}: layernorm: {reason}. Recompute another module on {can.backend}")
     fp8, discarded = recipe.model.fp8, sorted(modules & {"layernorm", "moe_act"})
     if (
         fp8 is not None
         and discarded
-        and (fp8.scaling == "delayed" or not code.has(FP8_RECOMPUTATION_SUPPORT_PREDICATE))
+        and (fp8.scaling == "delayed" or not code.has(FP8_RECOMPUTATION_SOURCE_PREDICATE))
     ):
         yield to_recipe_problem(
             f"{key}: with FP8, megatron-core recomputes {' and '.join(discarded)} only from"
-            f" {FP8_RECOMPUTATION_SUPPORT_PREDICATE.since} on, and not with delayed scaling"
+            f" {FP8_RECOMPUTATION_SOURCE_PREDICATE.since} on, and not with delayed scaling"
         )
     if "shared_experts" in modules and not code.has(SHARED_EXPERTS_RECOMPUTATION_EVIDENCE):
         subject = f"megatron-core {code.release} does not know shared_experts"
@@ -436,7 +440,7 @@ def _find_fp8_weight_size_problems(
 
 
 def _find_fp8_token_count_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
-    rows, length = recipe.micro_batch_rows, recipe.data.sequence_length
+    rows, length = recipe.micro_batch_full_rows, recipe.data.sequence_length
     multiple, of_rank = recipe.alignment.total_multiple, SCALINGS[scaling].row_multiple
     if rows * length % multiple:
         share = f" ({of_rank} for each of {multiple // of_rank} ranks)" if multiple != of_rank else ""

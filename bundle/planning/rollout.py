@@ -27,7 +27,7 @@ _KEPT_VERSIONS = 2
 # process of its checksums, and of the trainer.
 _ALL_PROCESSES_OVERHEAD_BYTES = 37 * 2**27
 # The part of these bytes that a server takes from its share of the device, which leaves less for its cache.
-OVERHEAD_WITHIN_SERVER_SHARE_BYTES = 7 * 2**27
+STATIC_POOL_OVERHEAD_BYTES = 7 * 2**27
 
 
 class RolloutBytes(NamedTuple):
@@ -55,7 +55,7 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)
     if rl.evaluation is not None:  # the number of its questions is not known yet
         rows = MOST_ROWS
-    cache = count_kv_cache_bytes(recipe, rows * recipe.data.sequence_length)
+    cache = count_device_kv_cache_bytes(recipe, rows * recipe.data.sequence_length)
     logits = rows * architecture.vocab_size * size + min(rows * architecture.vocab_size, FLOAT64_LOGITS) * 16
     # A sync builds the next weights while the old ones still exist.
     return RolloutBytes(weights, max(weights, cache + logits))
@@ -88,7 +88,7 @@ def choose_weight_transport(
     return "ipc" if has_one_device and find_ipc_obstacle(backend, environment) is None else "files"
 
 
-def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:
+def count_device_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:
     """Return the bytes of the keys and values of this number of tokens on a device."""
     assert recipe.rl is not None
     values = tokens * _count_cache_values_per_token(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bundle.capabilities import LayerTraits, Peak
 from bundle.environment.packages import MegatronCode
-from bundle.planning.activations import LayerBytes
+from bundle.planning.activations import LayerByteCounter
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.size import BF16, FP32, LayerFlops, count_attention_pairs, list_layer_flops
 from bundle.recipe import Recipe
@@ -46,7 +46,7 @@ COEFFICIENTS_BY_TERM = {
     "network": Coefficient(50e9, "bytes/s of each device, published for DGX H200 (400 Gb/s); not measured"),
     "host_link": Coefficient(50e9, "bytes/s of each device, an assumption about PCIe 5; not measured"),
 }
-MEASURED_EXPERTS = 32  # experts of a layer on one rank in these rows
+MEASURED_EXPERTS_PER_RANK = 32  # experts of a layer on one rank in these rows
 LAUNCHES_PER_EXTRA_EXPERT = 8  # of one more: three products of two matrices, and two additions to gradients
 OPTIMIZER_BYTES_PER_PARAMETER = (
     30  # of a parameter that the optimizer reads and writes: fp32 weight, gradient, two moments
@@ -54,7 +54,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = (
 TP_MESSAGES_PER_SUBLAYER = 5  # gathers and scatters of one part of a layer, forward and backward
 EP_MESSAGES_PER_LAYER_MICROBATCH = 4  # dispatch and combine, forward and backward
 RECOMPUTED_MESSAGE_SHARE = 0.4  # of a layer that is computed again, as a share
-ADAPTER_PARAMETER_SHARE = 0.01  # of a matrix's parameters, roughly
+ASSUMED_ADAPTER_PARAMETER_SHARE = 0.01  # of a matrix's parameters, roughly
 SELECTIVE_RECOMPUTE_SHARE = 0.3  # of a forward pass, roughly
 
 
@@ -117,7 +117,7 @@ class _Step:
     def __init__(self, devices: Roofline, recipe: Recipe, layout: RankLayout) -> None:
         self.recipe, self.layout, self.per_node = recipe, layout, devices.per_node
         plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"recompute": None})})
-        self.bytes = LayerBytes(plain, devices.traits, devices.code)
+        self.bytes = LayerByteCounter(plain, devices.traits, devices.code)
         self.factor = 2 if recipe.model.lora else 3  # backward products of frozen weights: one, not two
         scale = devices.peak.bf16 / CALIBRATION_DEVICE_PEAK if devices.peak else 1.0
         self.products = (
@@ -193,7 +193,7 @@ class _Step:
         recipe, parallel, a = self.recipe, self.recipe.parallel, self.recipe.architecture
         tokens, moe = self.bytes.tokens, a.moe if has_experts else None
         pairs = (
-            recipe.micro_batch_rows
+            recipe.micro_batch_full_rows
             * count_attention_pairs(recipe.data.sequence_length, flops.window)
             / parallel.cp
         )
@@ -220,7 +220,7 @@ class _Step:
                 "etp", sent * parallel.etp
             )
             launches = _get_coefficient("expert_layer_launches")
-            launches += LAUNCHES_PER_EXTRA_EXPERT * max(0.0, local - MEASURED_EXPERTS)
+            launches += LAUNCHES_PER_EXTRA_EXPERT * max(0.0, local - MEASURED_EXPERTS_PER_RANK)
         if recipe.model.lora is not None:
             kernels, launches = (
                 kernels * _get_coefficient("adapters"),
@@ -254,10 +254,12 @@ class _Step:
         inside, outside = (members - 1) / size, (size - members) / size
         return sent_bytes * (inside / _get_coefficient("link") + outside / _get_coefficient("network"))
 
-    def _iterate_group_parameter_counts(self, stage: _LayerCost) -> Iterator[tuple[float, int, float]]:
+    def _iterate_parameter_groups_with_bandwidth(
+        self, stage: _LayerCost
+    ) -> Iterator[tuple[float, int, float]]:
         """Yield (trained parameters, ranks that hold the same, bytes/s between them) of a stage's rank."""
         dp, cp = self.layout.find_axis_size("dp"), self.layout.find_axis_size("cp")
-        share = ADAPTER_PARAMETER_SHARE if self.recipe.model.lora is not None else 1.0
+        share = ASSUMED_ADAPTER_PARAMETER_SHARE if self.recipe.model.lora is not None else 1.0
         yield stage.dense_parameters * share, dp * cp, self._find_bandwidth("dp" if dp > 1 else "cp")
         expert_dp = self.layout.find_axis_size("expert-dp")
         yield stage.expert_parameters * share, expert_dp, self._find_bandwidth("expert-dp")
@@ -266,7 +268,7 @@ class _Step:
         """Return the seconds of reducing gradients and gathering weights that nothing hides."""
         seconds = sum(
             parameters * (FP32 + BF16) * (size - 1) / size / bandwidth
-            for parameters, size, bandwidth in self._iterate_group_parameter_counts(stage)
+            for parameters, size, bandwidth in self._iterate_parameter_groups_with_bandwidth(stage)
         )
         hidden = self.layout.microbatches * stage.kernels / 2 * self.recipe.distributed.overlap_grad_reduce
         return max(0.0, seconds - hidden)
@@ -275,7 +277,7 @@ class _Step:
         """Return the seconds of the optimizer's kernels, or of its way to the host and back."""
         optimizer, seconds = self.recipe.optimizer, 0.0
         moved = optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
-        for parameters, size, _ in self._iterate_group_parameter_counts(stage):
+        for parameters, size, _ in self._iterate_parameter_groups_with_bandwidth(stage):
             share = parameters / (size if optimizer.use_distributed_optimizer else 1)
             seconds += parameters * 2 * FP32 / self.memory  # gradients: set to zero, and their norm
             seconds += share * (1 - moved) * OPTIMIZER_BYTES_PER_PARAMETER / self.memory

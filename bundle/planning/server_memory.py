@@ -9,8 +9,8 @@ from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
 from bundle.planning.rollout import (
-    OVERHEAD_WITHIN_SERVER_SHARE_BYTES,
-    count_kv_cache_bytes,
+    STATIC_POOL_OVERHEAD_BYTES,
+    count_device_kv_cache_bytes,
     find_ipc_obstacle,
     has_colocated_servers,
 )
@@ -20,7 +20,7 @@ from bundle.recipe import Recipe
 class DeviceShare(NamedTuple):
     """The part of a device's memory that a server may use (mem_fraction_static): `chosen`, and its limits.
 
-    `least` holds the weights, the longest sequence and `OVERHEAD_WITHIN_SERVER_SHARE_BYTES`; `most` leaves
+    `least` holds the weights, the longest sequence and `STATIC_POOL_OVERHEAD_BYTES`; `most` leaves
     the trainer its weights, gradients and optimizer. The cache is released while the trainer learns.
     """
 
@@ -55,16 +55,14 @@ def compute_device_share(
     if recipe.rl is None or not has_colocated_servers(recipe) or device is None or not stages:
         return None
     states, rollout = max(stage.states.device_total for stage in stages), stages[0].rollout
-    learning = max(stage.states.device_total + stage.activations.peak for stage in stages)
-    longest = count_kv_cache_bytes(recipe, recipe.data.sequence_length)
+    learning = max(stage.states.device_total + stage.activations.total_peak for stage in stages)
+    longest = count_device_kv_cache_bytes(recipe, recipe.data.sequence_length)
     most, usual = (
-        math.floor(
-            100 * (part * device - states - rollout.overhead + OVERHEAD_WITHIN_SERVER_SHARE_BYTES) / device
-        )
+        math.floor(100 * (part * device - states - rollout.overhead + STATIC_POOL_OVERHEAD_BYTES) / device)
         / 100
         for part in (1, 1 - HEADROOM)
     )
-    least = math.ceil(100 * (rollout.weights + longest + OVERHEAD_WITHIN_SERVER_SHARE_BYTES) / device) / 100
+    least = math.ceil(100 * (rollout.weights + longest + STATIC_POOL_OVERHEAD_BYTES) / device) / 100
     chosen = recipe.rl.rollout.mem_fraction_static or max(usual, min(least, most))
     return DeviceShare(chosen, least, most, device, states, learning, rollout.weights)
 
@@ -84,5 +82,5 @@ def add_kv_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) ->
     """Return the estimates with the cache that a server of that share holds while answers are sampled."""
     if share is None:
         return tuple(stages)
-    cache = max(0, int(share.chosen * share.device) - share.server - OVERHEAD_WITHIN_SERVER_SHARE_BYTES)
+    cache = max(0, int(share.chosen * share.device) - share.server - STATIC_POOL_OVERHEAD_BYTES)
     return tuple(stage._replace(rollout=stage.rollout._replace(transient=cache)) for stage in stages)

@@ -56,7 +56,7 @@ DTYPE_BYTES = {"fp32": FP32, "bf16": BF16}
 FP8_GEMM_WEIGHT_PATTERN = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
 
 
-class Parameter(NamedTuple):
+class LocalParameter(NamedTuple):
     """One tensor of one rank; `shape` is local, and `cut` says which part of the whole it is."""
 
     name: str
@@ -74,17 +74,17 @@ class Parameter(NamedTuple):
 @functools.lru_cache(maxsize=64)  # a plan asks for those of a chunk three times and more
 def list_parameters(
     architecture: Architecture, parallel: Parallel, chunk: ModelChunk, traits: LayerTraits
-) -> tuple[Parameter, ...]:
+) -> tuple[LocalParameter, ...]:
     """Return the parameters of one rank's model chunk, in the order in which megatron-core registers them.
 
     Layers count over all stages; experts are those of a rank that holds the first ones.
     """
     table = Tensors(architecture, parallel.tp)
     tied = architecture.tied_embeddings
-    chunk_parameters: list[Parameter] = []
+    chunk_parameters: list[LocalParameter] = []
     sizes = Parallel(tp=parallel.tp, ep=parallel.ep, etp=parallel.etp)
 
-    def build_parameter(tensor: Tensor, name: str = "") -> Parameter:
+    def build_parameter(tensor: Tensor, name: str = "") -> LocalParameter:
         return _build_parameter(architecture, sizes, tensor, name)
 
     # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.
@@ -95,7 +95,7 @@ def list_parameters(
         first = _find_first_alike(architecture, number)
         prefix = f"decoder.layers.{number}."
         chunk_parameters.extend(
-            Parameter(prefix + suffix, shape, tensor_cut, has_expert)
+            LocalParameter(prefix + suffix, shape, tensor_cut, has_expert)
             for suffix, shape, tensor_cut, has_expert, _ in _list_layer_parameters(
                 architecture, sizes, traits, first
             )
@@ -116,10 +116,12 @@ def list_parameters(
     return tuple(chunk_parameters)
 
 
-def _build_parameter(architecture: Architecture, sizes: Parallel, tensor: Tensor, name: str) -> Parameter:
+def _build_parameter(
+    architecture: Architecture, sizes: Parallel, tensor: Tensor, name: str
+) -> LocalParameter:
     tensor_cut = find_cut(tensor.name, architecture.delta_net)
     shape = _compute_local_shape(tensor.shape, tensor_cut, sizes)
-    return Parameter(name or tensor.name, shape, tensor_cut, is_expert(tensor.name))
+    return LocalParameter(name or tensor.name, shape, tensor_cut, is_expert(tensor.name))
 
 
 def _rename_layer(prefix: str, tensors: Iterator[Tensor], traits: LayerTraits) -> list[tuple[str, Tensor]]:
@@ -129,7 +131,7 @@ def _rename_layer(prefix: str, tensors: Iterator[Tensor], traits: LayerTraits) -
     if traits.fused_norms:
         named = list(checkpoint_names.rename_norms_to_fused(prefix, weights))
     if traits.grouped_experts:
-        named = list(checkpoint_names.rename_experts_to_grouped(named))
+        named = list(checkpoint_names.rename_experts_to_grouped_linear(named))
     return named
 
 
@@ -143,7 +145,7 @@ def _find_first_alike(architecture: Architecture, number: int) -> int:
 @functools.lru_cache(maxsize=256)  # a search plans many layouts that differ in pp and cp alone
 def _list_layer_parameters(
     architecture: Architecture, sizes: Parallel, traits: LayerTraits, number: int
-) -> tuple[Parameter, ...]:
+) -> tuple[LocalParameter, ...]:
     """Return the parameters of a decoder layer, named without the layer's prefix."""
     prefix, table = f"decoder.layers.{number}.", Tensors(architecture, sizes.tp)
     tensors = table.build_layer(number, _list_local_expert_indices(architecture, sizes))
@@ -155,7 +157,7 @@ def _list_layer_parameters(
 
 def list_trained_parameters(
     architecture: Architecture, parallel: Parallel, chunk: ModelChunk, traits: LayerTraits, model: Model
-) -> tuple[Parameter, ...]:
+) -> tuple[LocalParameter, ...]:
     """Return the parameters of a chunk that have gradients and optimizer state.
 
     With LoRA these are the chunk's adapters; else all parameters except the frozen parts of a tower.
@@ -165,13 +167,15 @@ def list_trained_parameters(
         chunk_parameters = list_parameters(architecture, parallel, chunk, traits)
         if not (model.vision.freeze_tower or model.vision.freeze_projector):
             return chunk_parameters
-        return tuple(parameter for parameter in chunk_parameters if not model.vision.freezes(parameter.name))
+        return tuple(
+            parameter for parameter in chunk_parameters if not model.vision.is_tensor_frozen(parameter.name)
+        )
     table, local = Tensors(architecture, parallel.tp), _list_local_expert_indices(architecture, parallel)
     layers = [table.build_layer(number, local) for number in chunk.layers]
     layers += [table.build_mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
     layers += [table.build_tower()] if chunk.embedding else []
     return tuple(
-        Parameter(
+        LocalParameter(
             matrix.name,
             _compute_local_shape(matrix.shape, matrix.cut, parallel),
             matrix.cut,
@@ -200,7 +204,7 @@ def _compute_local_shape(shape: Sequence[int], tensor_cut: Cut | None, parallel:
 _COUNTING_TRAITS = LOCAL_LAYER_TRAITS
 
 
-class ModelSize(NamedTuple):
+class ParametersAndForwardFlops(NamedTuple):
     """Parameters of a model without rows of padding, and FLOPs of a forward pass."""
 
     parameters: int  # without MTP layers
@@ -267,7 +271,7 @@ def count_attention_pairs(length: Any, window: int = 0) -> Any:
     return length * (length + 1) // 2 - beyond * (beyond + 1) // 2
 
 
-def compute_model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:
+def compute_model_size(architecture: Architecture, model: Model | None = None) -> ParametersAndForwardFlops:
     """Return the size of a model; `model` says what is trained, None: all of it."""
     moe, hidden, vocabulary = architecture.moe, architecture.hidden_size, architecture.vocab_size
     experts, chosen = (moe.num_experts, moe.topk) if moe else (1, 1)
@@ -284,27 +288,26 @@ def compute_model_size(architecture: Architecture, model: Model | None = None) -
     trained_parameters = (
         list_trained_parameters(architecture, parallel, chunk, _COUNTING_TRAITS, model) if model else tensors
     )
-    adapter_parameters = _count_values_multiplying_experts(trained_parameters, experts) if has_adapters else 0
-    return ModelSize(
-        parameters=_count_values_multiplying_experts(main, experts) + tables * vocabulary,
-        active_parameters=_count_values_multiplying_experts(main, chosen) + tables * vocabulary,
-        mtp_parameters=_count_values_multiplying_experts(layer_tensors, experts)
-        - _count_values_multiplying_experts(main, experts),
+    adapter_parameters = _count_values_repeating_experts(trained_parameters, experts) if has_adapters else 0
+    return ParametersAndForwardFlops(
+        parameters=_count_values_repeating_experts(main, experts) + tables * vocabulary,
+        active_parameters=_count_values_repeating_experts(main, chosen) + tables * vocabulary,
+        mtp_parameters=_count_values_repeating_experts(layer_tensors, experts)
+        - _count_values_repeating_experts(main, experts),
         flops_per_token=2
         * (
-            _count_values_multiplying_experts(matrices, chosen)
+            _count_values_repeating_experts(matrices, chosen)
             + (1 + mtp) * vocabulary * hidden
             + _count_state_products(architecture.delta_net)
         ),
         flops_per_pair=(architecture.num_attention_layers + mtp - sum(architecture.windows)) * pair,
         stored_parameters=adapter_parameters
-        or _count_values_multiplying_experts(layer_tensors, experts)
-        + tables * pad_vocab_to_lcm(vocabulary, 1),
+        or _count_values_repeating_experts(layer_tensors, experts) + tables * pad_vocab_to_lcm(vocabulary, 1),
         adapter_parameters=adapter_parameters,
         frozen_parameters=0
         if has_adapters
-        else _count_values_multiplying_experts(tensors, experts)
-        - _count_values_multiplying_experts(trained_parameters, experts),
+        else _count_values_repeating_experts(tensors, experts)
+        - _count_values_repeating_experts(trained_parameters, experts),
         window=architecture.window or 0,
         flops_per_windowed_pair=sum(architecture.windows) * pair,
     )
@@ -317,7 +320,7 @@ def _count_state_products(net: DeltaNet | None) -> int:
     return 3 * sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
-def _count_values_multiplying_experts(tensors: Iterable[Parameter], experts: int) -> int:
+def _count_values_repeating_experts(tensors: Iterable[LocalParameter], experts: int) -> int:
     """Return the number of values of these tensors; an expert's tensor counts `experts` times."""
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
 
@@ -378,7 +381,9 @@ class DiskUsage(NamedTuple):
         return self.checkpoints + self.exports - self.written <= self.free
 
 
-def estimate_disk(recipe: Recipe, directory: Path, checkpoints: int = 0, exports: int = 0) -> DiskUsage:
+def estimate_checkpoint_export_disk(
+    recipe: Recipe, directory: Path, checkpoints: int = 0, exports: int = 0
+) -> DiskUsage:
     """Return the disk usage of the run that would live in `directory`, which need not exist yet.
 
     `checkpoints` and `exports` are the numbers of those that it has already. Where epochs are not yet known

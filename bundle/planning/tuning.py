@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
     time: StepTime
 
     @property
-    def tokens_per_second(self) -> float:
+    def predicted_tokens_per_second(self) -> float:
         """The predicted speed of all ranks together."""
         return self.plan.step_tokens / self.time.total
 
@@ -108,7 +108,7 @@ def search_candidates(base: Plan, build: Callable[[Recipe], Plan], most: int) ->
         shown = float(f"{time.total:.3g}")  # of equally fast layouts the simpler one comes first
         heapq.heappush(heap, (shown, next(counter), recipe, saving, time))
 
-    for recipe in _list_layouts(base):
+    for recipe in _list_layouts_and_batch_sizes(base):
         search.legal += 1
         push(recipe, KEEP_ALL)
     while heap and len(search.candidates) < most and search.planned < MOST_PLANS:
@@ -179,7 +179,7 @@ def _set_machine(base: Plan) -> Recipe:
     return base.recipe.with_unchecked_sections(devices=base.recipe.devices.model_copy(update=update))
 
 
-def _list_layouts(base: Plan) -> Iterator[Recipe]:
+def _list_layouts_and_batch_sizes(base: Plan) -> Iterator[Recipe]:
     """Yield the recipe in its own and in every other layout and micro-batch size that its rules accept."""
     recipe = _set_machine(base)
     recipe = recipe.with_unchecked_sections(
@@ -202,15 +202,15 @@ def _list_parallel(recipe: Recipe, world: int, per_node: int) -> Iterator[Parall
                 {1, tp} if experts > 1 else {tp}, CHUNKS_PER_STAGE_CHOICES[: 1 + 2 * (pp > 1)]
             ):
                 parallel = Parallel(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp)
-                if parallel.fits(world):
-                    yield from _shorten_end_stages(parallel, architecture.num_layers)
+                if parallel.is_minimal_world_multiple(world):
+                    yield from _fit_stages_to_layers(parallel, architecture.num_layers)
 
 
 def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _shorten_end_stages(parallel: Parallel, layers: int) -> Iterator[Parallel]:
+def _fit_stages_to_layers(parallel: Parallel, layers: int) -> Iterator[Parallel]:
     """Yield the layout, with a shorter first and last stage where the stages cannot be equal."""
     pp, chunks = parallel.pp, parallel.vpp or 1
     middle = -(-layers // (pp * chunks)) * chunks

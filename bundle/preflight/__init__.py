@@ -26,7 +26,7 @@ from typing import Any
 from bundle import capabilities
 from bundle.environment.machine import Finding, Hardware, fail, ok, to_printable
 from bundle.errors import TargetUnavailable
-from bundle.launch.causes import PORT_IN_USE_MESSAGE
+from bundle.launch.causes import PORT_IN_USE_ADVICE
 from bundle.launch.outcomes import get_node_name
 from bundle.launch.rendezvous import Rendezvous
 from bundle.preflight import nodes
@@ -37,7 +37,7 @@ SECONDS, QUICK_SECONDS = 300.0, 28.0
 LINK_SECONDS, QUICK_LINK_SECONDS = 120.0, 25.0
 _LINK_PROBE_EXTRA_SECONDS = 60.0  # beyond those, for imports and for the report
 # A device below this share of its neighbours' speed slows all of them down.
-LEAST_PEER_SPEED_SHARE = 0.9
+LEAST_DEVICE_SPEED_SHARE = 0.9
 DEVICE, DISK, LINKS = (f"bundle.preflight.{name}" for name in ("device", "disk", "links"))
 HOST, KERNEL, RDMA, RECOVERY, VERSIONS = (
     f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "recovery", "versions")
@@ -84,7 +84,7 @@ class Probe:
     fix: str
 
 
-def build_probes(
+def build_node_probes(
     hardware: Hardware, directory: Path, *, quick: bool, devices: int | None = None
 ) -> Iterator[Probe]:
     """Yield the probes of a node with this hardware and of `devices` devices.
@@ -148,7 +148,7 @@ class NodeCheck:
 
         Raise JobFailed where the lists cannot be written, and what `measure_links` raises.
         """
-        node_probes = list(build_probes(hardware, directory, quick=quick, devices=devices))
+        node_probes = list(build_node_probes(hardware, directory, quick=quick, devices=devices))
         own_results = run_probes(node_probes, QUICK_SECONDS if quick else SECONDS)
         if (
             capabilities.find_capabilities(hardware.backend).device != "cpu"
@@ -224,7 +224,7 @@ def _refuse_taken_port(port: int) -> None:
             asking.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise TargetUnavailable(f"port {port}: {PORT_IN_USE_MESSAGE}") from error
+                raise TargetUnavailable(f"port {port}: {PORT_IN_USE_ADVICE}") from error
 
 
 def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, ProbeResult]:
@@ -242,7 +242,7 @@ def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, Probe
         )
         for probe, result in results.items()
         if not result.wrong
-        and (speed := result.measured.get(_COMPUTE_SPEED_UNIT, usual)) < LEAST_PEER_SPEED_SHARE * usual
+        and (speed := result.measured.get(_COMPUTE_SPEED_UNIT, usual)) < LEAST_DEVICE_SPEED_SHARE * usual
     }
     return {**results, **slow}
 

@@ -13,7 +13,7 @@ _DEFAULT_MATRIX_SIZE = 8192
 _INNER_SIZE = (
     1024  # products of whole numbers this long are exact, whatever the order in which they are added
 )
-_PROBE_DURATIONS = {"quick": 2.0, "long": 60.0}
+_SECONDS_BY_PROBE_MODE = {"quick": 2.0, "long": 60.0}
 _LEAST_FREE_SHARE = 0.9
 
 
@@ -52,4 +52,4 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
 
 
 if __name__ == "__main__":
-    probe(sys.argv[1], int(sys.argv[2]), _PROBE_DURATIONS[sys.argv[3]]).print_result()
+    probe(sys.argv[1], int(sys.argv[2]), _SECONDS_BY_PROBE_MODE[sys.argv[3]]).print_result()

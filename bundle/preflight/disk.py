@@ -12,7 +12,7 @@ from bundle.preflight import ProbeResult
 _PIECE_BYTES = 1 << 20
 
 
-def probe(directory: Path, size: int) -> ProbeResult:
+def probe_write_speed(directory: Path, size: int) -> ProbeResult:
     """Write a file, wait until it is on the disk, read it and remove it."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:  # the file has no name, so it is gone in any case
@@ -38,4 +38,4 @@ def probe(directory: Path, size: int) -> ProbeResult:
 
 
 if __name__ == "__main__":
-    probe(Path(sys.argv[1]), int(sys.argv[2])).print_result()
+    probe_write_speed(Path(sys.argv[1]), int(sys.argv[2])).print_result()

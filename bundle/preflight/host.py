@@ -14,7 +14,7 @@ def probe(local_machine: Machine) -> ProbeResult:
 
     The probe fails where less than `_LEAST_FREE_MEMORY_SHARE` of the memory for this process is free.
     """
-    memory = hardware.read_host(local_machine).memory
+    memory = hardware.read_host_limits(local_machine).memory
     meminfo = local_machine.read("/proc/meminfo")
     match = re.search(rf"^MemAvailable:\s*({NUMBER_PATTERN}) kB", meminfo.value or "", re.MULTILINE)
     if match is None or memory.value is None:
@@ -27,4 +27,4 @@ def probe(local_machine: Machine) -> ProbeResult:
 
 
 if __name__ == "__main__":
-    probe(machine.get_local_machine()).print_result()
+    probe(machine.build_local_machine()).print_result()

@@ -32,4 +32,4 @@ def probe(local_machine: Machine) -> ProbeResult:
 
 
 if __name__ == "__main__":
-    probe(machine.get_local_machine()).print_result()
+    probe(machine.build_local_machine()).print_result()

@@ -80,14 +80,14 @@ class LinkMeasurer:
         node, local = divmod(self.rank, per_node)
         if per_node > 1:
             ahead, behind = ((local + step) % per_node for step in (1, -1))
-            self._measure_incoming_link(node * per_node + ahead, node * per_node + behind)
+            self._measure_simultaneous_send_receive(node * per_node + ahead, node * per_node + behind)
         for distance in list_partner_offsets(self.node_count):
             ahead, behind = ((node + step) % self.node_count for step in (distance, -distance))
-            self._measure_incoming_link(ahead * per_node + local, behind * per_node + local)
+            self._measure_simultaneous_send_receive(ahead * per_node + local, behind * per_node + local)
         self._measure_collectives()
         self.stage = ""
 
-    def _measure_incoming_link(self, target: int, source: int) -> None:
+    def _measure_simultaneous_send_receive(self, target: int, source: int) -> None:
         """Measure a link while every rank sends to one rank and receives from one at the same time."""
         self._wait_at_barrier()
         self.stage, self.source, self.target = "an exchange", source, target
@@ -180,7 +180,7 @@ class LinkStore:
         """Return the nodes that came in time without a defect of their own, as node 0 has seen them."""
         if self.is_first:
             while (
-                len(arrivals := self._read_names_and_defects()) < self.worker.nodes
+                len(arrivals := self._read_node_names_and_defects()) < self.worker.nodes
                 and time.monotonic() < self.deadline
             ):
                 time.sleep(_POLL_SECONDS)
@@ -194,7 +194,7 @@ class LinkStore:
         """Write the report of this process to the store."""
         self.store.set(f"report/{rank}", json.dumps(report))
 
-    def collect_node_verdicts(self, participants: list[int]) -> dict[int, tuple[str, str]]:
+    def collect_node_names_and_defects(self, participants: list[int]) -> dict[int, tuple[str, str]]:
         """Return the name and the defect of every node, by its number; the defect of a good node is empty."""
         worker = self.worker
         if self.is_first:
@@ -208,7 +208,7 @@ class LinkStore:
             }
             wrong, arrivals = (
                 judge_links(reports, participants, worker.per_node),
-                self._read_names_and_defects(),
+                self._read_node_names_and_defects(),
             )
             for number in range(worker.nodes):
                 if number not in arrivals:
@@ -221,14 +221,14 @@ class LinkStore:
             self.store.add("read", 1)
         elif worker.nodes > 1:  # this process serves the store
             readers, limit = (
-                worker.per_node * len(self._read_names_and_defects()) - 1,
+                worker.per_node * len(self._read_node_names_and_defects()) - 1,
                 time.monotonic() + worker.seconds,
             )
             while self.store.add("read", 0) < readers and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS)
         return defects
 
-    def _read_names_and_defects(self) -> dict[int, tuple[str, str]]:
+    def _read_node_names_and_defects(self) -> dict[int, tuple[str, str]]:
         numbers = [number for number in range(self.worker.nodes) if self.store.check([f"node/{number}"])]
         return {number: tuple(json.loads(self.store.get(f"node/{number}"))) for number in numbers}
 
@@ -280,7 +280,7 @@ def probe(worker: LinkWorker) -> ProbeResult:
 def _build_result(
     link_store: LinkStore, participants: list[int], measurement: LinkMeasurer | None
 ) -> ProbeResult:
-    worker, node_defects = link_store.worker, link_store.collect_node_verdicts(participants)
+    worker, node_defects = link_store.worker, link_store.collect_node_names_and_defects(participants)
     wrong = node_defects[worker.node_rank][1]
     if measurement is None:
         return ProbeResult(skipped="not measured: this node also fails alone", nodes=node_defects)

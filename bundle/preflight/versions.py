@@ -12,7 +12,7 @@ from bundle.preflight import ProbeResult
 def probe(local_machine: Machine, installed: InstalledPackages, backend: str) -> ProbeResult:
     """Return the versions, and doctor's findings that must be fixed before a job."""
     hardware, findings = examine(local_machine, installed, backend)
-    versions = [f"{package.name} {package.version}" for package in installed.list_packages()]
+    versions = [f"{package.name} {package.version}" for package in installed.list_tracked_packages()]
     if hardware is not None and hardware.driver.value is not None:
         versions.append(f"driver {hardware.driver.value}")
     defects = [f"{finding.subject}: {finding.cause}" for finding in findings if finding.level is Level.FAIL]
@@ -20,4 +20,4 @@ def probe(local_machine: Machine, installed: InstalledPackages, backend: str) ->
 
 
 if __name__ == "__main__":
-    probe(machine.get_local_machine(), packages.detect(), sys.argv[1]).print_result()
+    probe(machine.build_local_machine(), packages.detect(), sys.argv[1]).print_result()

@@ -32,7 +32,7 @@ DTYPE_BYTES = {
     "U32": 4,
 }
 DTYPE_BYTES |= {"U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_METADATA = "__metadata__"
+_SAFETENSORS_METADATA_KEY = "__metadata__"
 FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
 # gpt-oss' experts: two 4-bit numbers a byte, one exponent for 32 in a row (OCP's MX formats, v1.0). A stack
 # [n, columns, rows] is in files as [n, rows, columns / 32, 16] bytes, with a scale for every 16 bytes.
@@ -61,7 +61,7 @@ class StoredTensor(NamedTuple):
     is_transposed: bool = False  # each matrix of a stack [n, a, b] lies there as [b, a]
 
     @property
-    def as_stored(self) -> "StoredTensor":
+    def untransposed(self) -> "StoredTensor":
         """The tensor as the file's header describes it."""
         if not self.is_transposed:
             return self
@@ -224,7 +224,7 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
     else:
         for name, value in header.items():
             try:
-                if name != _METADATA:
+                if name != _SAFETENSORS_METADATA_KEY:
                     tensors[name] = _parse_tensor(path, value, begin)
             except ValueError as error:
                 reasons.append(f"{to_printable(name)}: {error}")

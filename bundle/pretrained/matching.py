@@ -47,8 +47,8 @@ def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
     model = recipe.model
     if model.path is None or model.weights == "random":
         return None
-    directory = Path(hub.resolve_pinned_path(model.path))
-    _refuse_other_head(directory, model.config, PUBLISHED_NAMES[recipe.architecture.model_type].architecture)
+    directory = Path(hub.build_cache_path_if_pinned(model.path))
+    _refuse_non_lm_head(directory, model.config, PUBLISHED_NAMES[recipe.architecture.model_type].architecture)
     weights = find_weights(directory)
     if weights is None:
         if model.weights == "load":
@@ -74,7 +74,7 @@ def find_model_weights(
     `config` is the directory's own; `architecture` says how many of its MTP layers there must be. Raise
     UsageError with every reason why they are not.
     """
-    _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
+    _refuse_non_lm_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
     weights = find_weights(directory)
     if weights is None:
         raise UsageError(f"{directory}: no weights in safetensors")
@@ -92,7 +92,7 @@ def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeight
     """
     config = read_config(directory)
     architecture = from_config(config, str(directory / "config.json"))
-    _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
+    _refuse_non_lm_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
     weights = find_weights(directory)
     if weights is None:
         raise UsageError(f"{directory}: no weights in safetensors")
@@ -107,7 +107,7 @@ def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeight
     )
 
 
-def _refuse_other_head(directory: Path, config: Mapping[str, Any], expected_class: str) -> None:
+def _refuse_non_lm_head(directory: Path, config: Mapping[str, Any], expected_class: str) -> None:
     """Raise UsageError where a config names a class without the head of a language model.
 
     `expected_class` is a class with such a head, for the message.
@@ -133,7 +133,7 @@ def find_weights_ignoring_architecture(directory: Path) -> PretrainedWeights | N
     assert weights is not None
     config = read_config(directory) if files.is_file(directory / "config.json") else {}
     weights, violations = _with_quantization(weights, config)
-    weights = _to_published_stack_order(weights, config)
+    weights = _mark_transposed_stacks_by_config(weights, config)
     entries = weights.entries
     companions = {
         f"{name}{suffix}"
@@ -150,7 +150,9 @@ def find_weights_ignoring_architecture(directory: Path) -> PretrainedWeights | N
     return weights
 
 
-def _to_published_stack_order(weights: PretrainedWeights, config: Mapping[str, Any]) -> PretrainedWeights:
+def _mark_transposed_stacks_by_config(
+    weights: PretrainedWeights, config: Mapping[str, Any]
+) -> PretrainedWeights:
     """Return the weights with all stacks in the published order, where the config's family is known."""
     family = config.get("model_type")
     if (
@@ -182,7 +184,7 @@ def _check_weights_match(
     return weights
 
 
-def read_unquantized_names(directory: Path) -> Iterator[str]:
+def list_weight_names_without_scales(directory: Path) -> Iterator[str]:
     """Yield the names of a directory's weights; a quantised one is named once, without its scales.
 
     Nothing is yielded where the directory holds no weights that can be read.
@@ -262,7 +264,7 @@ def _find_mismatches(
             optional.update(tensor.published_names)
     expected |= {copy: expected[original] for copy, original in copies.items()}
     missing = [name for name in expected if name not in entries and name not in optional]
-    yield from (f"{name} is missing{more}" for name, more in _summarize_numbered_names(missing))
+    yield from (f"{name} is missing{more}" for name, more in _list_first_names_with_counts(missing))
     mtp_names = {
         name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published_names
     }
@@ -276,7 +278,7 @@ def _find_mismatches(
     if ignored_prefix := table.names.ignored_prefix:
         extra = [name for name in extra if not name.startswith(ignored_prefix)]
     yield from (
-        f"{name} is not a tensor of this model{more}" for name, more in _summarize_numbered_names(extra)
+        f"{name} is not a tensor of this model{more}" for name, more in _list_first_names_with_counts(extra)
     )
     for name, shape in expected.items():
         if name in entries:
@@ -330,7 +332,7 @@ def _mark_transposed_stacks(weights: PretrainedWeights, table: Tensors) -> Pretr
         name: weights.entries[name]._replace(shape=shape, is_transposed=True)
         for name, shape in shapes.items()
     }
-    fitting = [name for name, entry in stacks.items() if entry.as_stored == weights.entries[name]]
+    fitting = [name for name, entry in stacks.items() if entry.untransposed == weights.entries[name]]
     if not any(shapes[name] != weights.entries[name].shape for name in fitting):
         return weights
     return weights._replace(entries={**weights.entries, **{name: stacks[name] for name in fitting}})
@@ -338,10 +340,10 @@ def _mark_transposed_stacks(weights: PretrainedWeights, table: Tensors) -> Pretr
 
 def format_similar_name_examples(names: Iterable[str]) -> Iterator[str]:
     """Yield one of the names that differ in numbers alone, and how many more there are."""
-    yield from (f"{name}{more}" for name, more in _summarize_numbered_names(names))
+    yield from (f"{name}{more}" for name, more in _list_first_names_with_counts(names))
 
 
-def _summarize_numbered_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _list_first_names_with_counts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the first of the names that differ only in numbers (layers, experts), and a count of the rest."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -415,7 +417,7 @@ def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
     lora = recipe.model.lora
     if lora is None or lora.path is None:
         return None
-    directory = Path(hub.resolve_pinned_path(lora.path))
+    directory = Path(hub.build_cache_path_if_pinned(lora.path))
     path = directory / adapters.WEIGHTS_FILE
     try:
         tensors = read_tensor_headers(path)

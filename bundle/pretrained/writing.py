@@ -27,7 +27,7 @@ from bundle.architectures.contents import (
 from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import TOWER_PREFIX, Tensor, Tensors
 from bundle.pretrained.directory import DTYPE_BYTES
-from bundle.pretrained.matching import read_unquantized_names
+from bundle.pretrained.matching import list_weight_names_without_scales
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _TOKENIZER_FILES = (
 # The formats of the linear layers; with fp8 all other layers are bf16.
 WeightFormat = Literal["bf16", "fp32", "fp8"]
 WEIGHT_NUMBER_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-FP8_BLOCK = (128, 128)  # rows and columns of one FP8 scale
+FP8_BLOCK_SHAPE = (128, 128)  # rows and columns of one FP8 scale
 _CONFIG_DTYPES: dict[WeightFormat, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 
 
@@ -71,8 +71,8 @@ class PublishedModel:
         A model that is trained on bytes keeps the tokenizer that it was published with.
         """
         kind, _, tokenizer_path = recipe.data.tokenizer.partition(":")
-        model = Path(hub.resolve_pinned_path(recipe.model.path)) if recipe.model.path else None
-        tokenizer = Path(hub.resolve_pinned_path(tokenizer_path)) if kind == "hf" else model
+        model = Path(hub.build_cache_path_if_pinned(recipe.model.path)) if recipe.model.path else None
+        tokenizer = Path(hub.build_cache_path_if_pinned(tokenizer_path)) if kind == "hf" else model
         extra_directories = tuple(source for source in (model, tokenizer) if source)
         source = None if recipe.model.weights == "random" else model
         return cls(
@@ -86,10 +86,10 @@ class PublishedModel:
 
     def read_source_tensor_names(self) -> list[str]:
         """Return the names of the tensors in `source`; none where it holds none that can be read."""
-        return list(read_unquantized_names(self.source)) if self.source else []
+        return list(list_weight_names_without_scales(self.source)) if self.source else []
 
     @property
-    def sources(self) -> list[Path]:
+    def source_directories(self) -> list[Path]:
         """Every directory that something is copied from."""
         return [*self.extra_directories, *([self.tokenizer] if self.tokenizer else [])]
 
@@ -104,7 +104,7 @@ class PublishedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensorHeader:
     """A tensor as it is to be stored; `dtype` as safetensors spells it."""
 
     name: str
@@ -118,10 +118,10 @@ class OutputTensor:
 
 
 def split_into_files(
-    tensors: Iterable[OutputTensor], max_bytes: int = MAX_FILE_BYTES
-) -> Iterator[list[OutputTensor]]:
+    tensors: Iterable[OutputTensorHeader], max_bytes: int = MAX_FILE_BYTES
+) -> Iterator[list[OutputTensorHeader]]:
     """Yield the tensors of one file after the other, in their order; a larger tensor has its own file."""
-    file_tensors: list[OutputTensor] = []
+    file_tensors: list[OutputTensorHeader] = []
     size = 0
     for tensor in tensors:
         if file_tensors and size + tensor.bytes > max_bytes:
@@ -139,7 +139,7 @@ class SafetensorsFileWriter:
     All methods raise JobFailed where it cannot be written.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[OutputTensorHeader]) -> None:
         """Write the header."""
         header_fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -184,7 +184,9 @@ def build_file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def write_index(directory: Path, tensors_by_file: Mapping[str, Sequence[OutputTensor]]) -> None:
+def write_index_if_sharded(
+    directory: Path, tensors_by_file: Mapping[str, Sequence[OutputTensorHeader]]
+) -> None:
     """Write the index of these files; a single file has none."""
     if len(tensors_by_file) > 1:
         weight_map = {tensor.name: file for file, tensors in tensors_by_file.items() for tensor in tensors}
@@ -234,7 +236,7 @@ def _build_quantization_config(tensors: Iterable[Tensor]) -> dict[str, Any]:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(FP8_BLOCK),
+        "weight_block_size": list(FP8_BLOCK_SHAPE),
         "modules_to_not_convert": unquantized,
     }
 
@@ -243,7 +245,7 @@ def write_remaining_files(
     directory: Path,
     model: PublishedModel,
     weight_format: WeightFormat,
-    tensors_by_file: Mapping[str, Sequence[OutputTensor]],
+    tensors_by_file: Mapping[str, Sequence[OutputTensorHeader]],
     end_tokens: Iterable[int] = (),
 ) -> None:
     """Write the files that belong to these files of tensors: their index, the config, the tokenizer.
@@ -251,7 +253,7 @@ def write_remaining_files(
     Where the tokenizer is missing it logs a warning, because the weights alone are useful. Generation also
     ends at `end_tokens`.
     """
-    write_index(directory, tensors_by_file)
+    write_index_if_sharded(directory, tensors_by_file)
     write_config(directory, model, weight_format)
     if model.missing_tokenizer_reason:
         _log.warning(

@@ -28,12 +28,12 @@ class Padding(NamedTuple):
         return (*self.padded_lengths, self.tail_rows) if self.tail_rows else self.padded_lengths
 
     @property
-    def total_buffer_rows(self) -> int:
+    def total_rows_over_cp_ranks(self) -> int:
         """The rows of the padded buffer, over all context-parallel ranks."""
         return sum(self.padded_lengths_with_tail)
 
     @property
-    def longest_padded_length(self) -> int:
+    def longest_kernel_sequence_rows(self) -> int:
         """The rows of the longest sequence that an attention kernel sees."""
         return max(self.padded_lengths_with_tail)
 

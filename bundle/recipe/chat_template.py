@@ -39,12 +39,12 @@ def read_built_in_or_file(name: str) -> str:
         raise UsageError(f"{name}: {error.strerror}. Name a file with a chat template") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{name}: not UTF-8 text ({error}). Name a file with a chat template") from error
-    if reason := find_defect(text):
+    if reason := explain_missing_messages(text):
         raise UsageError(f"{name}: {reason}")
     return text
 
 
-def find_defect(text: str) -> str:
+def explain_missing_messages(text: str) -> str:
     """Return why a text is not a chat template; empty where it may be one."""
     if _MESSAGES_PATTERN.search(text):
         return ""

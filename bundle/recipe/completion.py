@@ -17,7 +17,7 @@ from bundle.recipe.defaults import Default
 from bundle.recipe.tasks import TASKS, Task
 
 # The settings that `plan` and `check` print; those of adapters only where there are any.
-SHOWN_SETTINGS = (
+SHOWN_SETTING_KEYS = (
     *("data.tokenizer", "data.template", "data.packed", "model.dtype"),
     *("optimizer.lr", "optimizer.min_lr", "optimizer.schedule"),
     *("optimizer.warmup_steps", "optimizer.warmup_ratio"),
@@ -45,14 +45,16 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if draft.get("model.lora") is True:
         draft.set("model.lora", {}, "")
     path = draft.get("model.path")
-    if isinstance(path, str) and draft.can_default_to_model_tokenizer(Path(hub.resolve_pinned_path(path))):
+    if isinstance(path, str) and draft.can_default_to_model_tokenizer(
+        Path(hub.build_cache_path_if_pinned(path))
+    ):
         draft.fill("data.tokenizer", f"hf:{path}", "model.path")
     kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
     task = TASKS.get(str(draft.get("task") or "pretrain"), Task())
     if (
         kind == "hf"
         and not task.has_plain_text_rows
-        and has_chat_template(Path(hub.resolve_pinned_path(tokenizer)))
+        and has_chat_template(Path(hub.build_cache_path_if_pinned(tokenizer)))
     ):
         draft.fill("data.template", "chat", f"{tokenizer} has a chat template")
     if task.samples_answers:
@@ -72,7 +74,7 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
 
 def list_shown_settings(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Setting]:
     """Yield the settings of a dumped recipe that decide how it trains."""
-    for key in SHOWN_SETTINGS:
+    for key in SHOWN_SETTING_KEYS:
         value: Any = recipe
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -146,7 +148,9 @@ class _Draft:
         """True if training begins with published weights."""
         path, weights = self.get("model.path"), self.get("model.weights")
         return (
-            isinstance(path, str) and weights != "random" and has_weights(Path(hub.resolve_pinned_path(path)))
+            isinstance(path, str)
+            and weights != "random"
+            and has_weights(Path(hub.build_cache_path_if_pinned(path)))
         )
 
     @property

@@ -16,25 +16,27 @@ from bundle.errors import UsageError
 from bundle.recipe.data import DataKind
 from bundle.recipe.loading import RECIPE_DIRECTORY as RECIPES
 
-STDLIB_PATH_KEYWORD = "stdlib"
+STDLIB_CORPUS_KEYWORD = "stdlib"
 BUILT_IN_PREFIX = "builtin:"  # begins the name of a file that comes with the package
 MEGATRON = "megatron"
 # Tests contain deliberately broken sources, and packages from pip are not the standard library.
-STDLIB_SKIPPED_DIRECTORIES = frozenset(
+SKIPPED_STDLIB_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+UNCOMPRESSED_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # The kind of a file by the end of its name, where the recipe names no kind.
 DATA_SUFFIXES: dict[DataKind, tuple[str, ...]] = {
     "text": (".txt",),
-    "jsonl": tuple(f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in JSON_SUFFIXES),
+    "jsonl": tuple(
+        f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in UNCOMPRESSED_JSON_SUFFIXES
+    ),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".idx",),
 }
 # Files of the library `datasets` that hold no rows: of a directory of save_to_disk, and of a repository.
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
-ROWLESS_FILES = frozenset({STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"})
+ROWLESS_FILE_NAMES = frozenset({STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"})
 _MAX_STATE_FILE_BYTES = 2**24
 _PATH_SPLIT_WORD_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
 
@@ -70,7 +72,9 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
         unreadable: list[str] = []
         try:
             sources = list(
-                _find_stdlib_files() if path == STDLIB_PATH_KEYWORD else _find_sources(path, kind, unreadable)
+                _find_python_stdlib_sources()
+                if path == STDLIB_CORPUS_KEYWORD
+                else _find_sources(path, kind, unreadable)
             )
         except UsageError as error:
             violations.append(f"{key} {path!r}: {error}")
@@ -106,7 +110,7 @@ def format_python_version() -> str:
     return f"{platform.python_implementation()} {platform.python_version()}"
 
 
-def normalize_to_index_path(path: str, kind: DataKind | None) -> str:
+def resolve_idx_file(path: str, kind: DataKind | None) -> str:
     """Return the index of megatron's files where `path` is one of them or their prefix, else `path`."""
     is_named = kind == MEGATRON or path.endswith((".bin", ".idx")) or not files.is_file(Path(path))
     if kind not in (None, MEGATRON) or not is_named or files.is_directory(Path(path)):
@@ -115,15 +119,15 @@ def normalize_to_index_path(path: str, kind: DataKind | None) -> str:
     return index if files.is_file(Path(index)) else path
 
 
-def _find_stdlib_files() -> Iterator[DataFile]:
+def _find_python_stdlib_sources() -> Iterator[DataFile]:
     root = Path(sysconfig.get_path("stdlib"))
     for directory, inside, names in os.walk(root):
         inside[:] = sorted(
-            set(inside) - STDLIB_SKIPPED_DIRECTORIES
+            set(inside) - SKIPPED_STDLIB_DIRECTORIES
         )  # the walk goes on through what is left here
         for name in sorted(name for name in names if name.endswith(".py")):
             path = Path(directory) / name
-            name = f"{STDLIB_PATH_KEYWORD}/{path.relative_to(root).as_posix()}"
+            name = f"{STDLIB_CORPUS_KEYWORD}/{path.relative_to(root).as_posix()}"
             yield DataFile(path, name, "text", may_be_empty=True)
 
 
@@ -135,8 +139,8 @@ def _find_sources(path: str, kind: DataKind | None, unreadable: list[str]) -> It
             yield DataFile(location, path, kind or _find_kind(location.name))
         return
     is_repository = hub.is_reference(path, "dataset")
-    path = hub.resolve_pinned_path(path, "dataset")
-    location = Path(normalize_to_index_path(path, kind))
+    path = hub.build_cache_path_if_pinned(path, "dataset")
+    location = Path(resolve_idx_file(path, kind))
     if files.is_file(location):
         yield DataFile(location, str(location), kind or _find_kind(location.name))
     elif (
@@ -224,7 +228,7 @@ def _walk(root: Path, endings: tuple[str, ...], unreadable: list[str]) -> Iterat
         unreadable.append(f"{error.filename}: {error.strerror}")
 
     for folder, _, names in os.walk(root, onerror=note):
-        named = (name for name in names if name.endswith(endings) and name not in ROWLESS_FILES)
+        named = (name for name in names if name.endswith(endings) and name not in ROWLESS_FILE_NAMES)
         for path in (Path(folder, name) for name in named if name[0] != "."):
             try:
                 if stat.S_ISREG(path.stat().st_mode):

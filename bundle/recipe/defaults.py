@@ -58,7 +58,7 @@ _SWIFT_PRETRAIN_SOURCE = "ms-swift examples/megatron/pretrain.sh"
 _SWIFT_GRPO_SOURCE = "ms-swift examples/megatron/grpo/dense_colocate.sh"
 _SWIFT_LORA_GRPO_SOURCE = "ms-swift examples/megatron/grpo/moe_colocate_lora.sh"
 _SLIME_SOURCE = "slime scripts/run-qwen3-4B.sh"
-_TULU_SOURCE = "open-instruct docs/tulu3.md"
+_TULU_CITATION = "open-instruct docs/tulu3.md"
 _ZEPHYR_SOURCE = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
 _ZEPHYR_LORA_SOURCE = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
 _PADDLE_SFT_SOURCE = "PaddleNLP llm/run_finetune.py (PaddleNLP#11072)"
@@ -88,7 +88,7 @@ LORA_DEFAULTS = (
     Default("model.lora.targets", ("all-linear",), _SWIFT_LORA_SOURCE),
 )
 
-_SWIFT_OPTIMIZER = (
+_SWIFT_OPTIMIZER_DEFAULTS = (
     Default("optimizer.weight_decay", 0.1, _SWIFT_ARGUMENTS_SOURCE),
     Default("optimizer.betas", (0.9, 0.95), _SWIFT_ARGUMENTS_SOURCE),
     Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS_SOURCE),
@@ -97,7 +97,7 @@ _SWIFT_OPTIMIZER = (
 _DPO_OPTIMIZER = (
     Default("optimizer.warmup_ratio", 0.1, _ZEPHYR_SOURCE),
     Default(MIN_LR_RATIO_PSEUDO_KEY, 0.0, _ZEPHYR_SOURCE),
-    Default("optimizer.weight_decay", 0.0, _TULU_SOURCE),
+    Default("optimizer.weight_decay", 0.0, _TULU_CITATION),
     Default("optimizer.betas", (0.9, 0.999), _HF_TRAINING_ARGUMENTS_SOURCE),
     Default("optimizer.clip_grad", 1.0, _HF_TRAINING_ARGUMENTS_SOURCE),
     Default("optimizer.schedule", "cosine", _ZEPHYR_SOURCE),
@@ -110,32 +110,32 @@ _RL_OPTIMIZER = (
     Default("optimizer.schedule", "constant", _SLIME_SOURCE),
 )
 _FULL_MODEL_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT_SOURCE)
-_ADAPTER_EXPORT = Default("checkpoint.export", "peft", _SWIFT_LORA_SOURCE)
+_ADAPTER_EXPORT_DEFAULT = Default("checkpoint.export", "peft", _SWIFT_LORA_SOURCE)
 
 DEFAULTS_BY_TRAINING_KIND: dict[str, tuple[Default, ...]] = {
     SFT: (
-        Default("model.dtype", "bf16", _TULU_SOURCE),
+        Default("model.dtype", "bf16", _TULU_CITATION),
         Default("data.packed", True, _SWIFT_PACKED_SOURCE),
         Default("optimizer.lr", 1e-5, _SWIFT_ARGUMENTS_SOURCE),
         Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_SFT_SOURCE),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT_SOURCE),
-        *_SWIFT_OPTIMIZER,
+        *_SWIFT_OPTIMIZER_DEFAULTS,
         _FULL_MODEL_EXPORT,
         Default(BIAS_UPDATE_RATE_KEY, 0.0, _PADDLE_SFT_SOURCE),
     ),
     LORA_SFT: (
-        Default("model.dtype", "bf16", _TULU_SOURCE),
+        Default("model.dtype", "bf16", _TULU_CITATION),
         Default("data.packed", True, _SWIFT_PACKED_SOURCE),
         Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS_SOURCE),
         Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_LORA_SOURCE),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA_SOURCE),
-        *_SWIFT_OPTIMIZER,
-        _ADAPTER_EXPORT,
+        *_SWIFT_OPTIMIZER_DEFAULTS,
+        _ADAPTER_EXPORT_DEFAULT,
     ),
     DPO: (
         Default("model.dtype", "bf16", _ZEPHYR_SOURCE),
         Default("data.packed", True, _SWIFT_DPO_SOURCE),
-        Default("optimizer.lr", 5e-7, f"{_ZEPHYR_SOURCE}; {_TULU_SOURCE} from 70B on", ((60e9, 2e-7),)),
+        Default("optimizer.lr", 5e-7, f"{_ZEPHYR_SOURCE}; {_TULU_CITATION} from 70B on", ((60e9, 2e-7),)),
         *_DPO_OPTIMIZER,
         _FULL_MODEL_EXPORT,
         Default(BIAS_UPDATE_RATE_KEY, 0.0, _PADDLE_DPO_SOURCE),
@@ -145,7 +145,7 @@ DEFAULTS_BY_TRAINING_KIND: dict[str, tuple[Default, ...]] = {
         Default("data.packed", True, _SWIFT_DPO_SOURCE),
         Default("optimizer.lr", 5e-6, _ZEPHYR_LORA_SOURCE),
         *_DPO_OPTIMIZER,
-        _ADAPTER_EXPORT,
+        _ADAPTER_EXPORT_DEFAULT,
     ),
     RL: (
         Default("model.dtype", "bf16", _SWIFT_GRPO_SOURCE),
@@ -160,7 +160,7 @@ DEFAULTS_BY_TRAINING_KIND: dict[str, tuple[Default, ...]] = {
         Default("data.packed", True, _SWIFT_LORA_GRPO_SOURCE),
         Default("optimizer.lr", 5e-5, _SWIFT_LORA_GRPO_SOURCE),
         *_RL_OPTIMIZER,
-        _ADAPTER_EXPORT,
+        _ADAPTER_EXPORT_DEFAULT,
     ),
     CONTINUED: (
         Default("model.dtype", "bf16", _MEGATRON_LLAMA_SOURCE),
@@ -168,7 +168,7 @@ DEFAULTS_BY_TRAINING_KIND: dict[str, tuple[Default, ...]] = {
         Default("optimizer.lr", 1e-5, _SWIFT_PRETRAIN_SOURCE),
         Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_PRETRAIN_SOURCE),
         Default("optimizer.warmup_ratio", 0.03, _SWIFT_PRETRAIN_SOURCE),
-        *_SWIFT_OPTIMIZER,
+        *_SWIFT_OPTIMIZER_DEFAULTS,
         Default("checkpoint.export", "hf", _SWIFT_PRETRAIN_SOURCE),
     ),
     LORA_CONTINUED: (
@@ -177,8 +177,8 @@ DEFAULTS_BY_TRAINING_KIND: dict[str, tuple[Default, ...]] = {
         Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS_SOURCE),
         Default(MIN_LR_RATIO_PSEUDO_KEY, 0.1, _SWIFT_LORA_SOURCE),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA_SOURCE),
-        *_SWIFT_OPTIMIZER,
-        _ADAPTER_EXPORT,
+        *_SWIFT_OPTIMIZER_DEFAULTS,
+        _ADAPTER_EXPORT_DEFAULT,
     ),
     PRETRAINING_KIND: (
         Default("model.dtype", "bf16", _MEGATRON_LLAMA_SOURCE),

@@ -125,20 +125,20 @@ class _NodeReader:
                 return self._read_scalar(node, path)
             case ScalarNode() if node.tag in _TEXT_TAGS:
                 return self._read_text(node, path)
-        self._refuse(node, path, f"tag {str(node.tag)[:60]} is not supported")
+        self._add_violation(node, path, f"tag {str(node.tag)[:60]} is not supported")
         return None
 
     def _read_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, item in node.value:
             if not isinstance(key, ScalarNode):
-                self._refuse(key, path, "a key must be a name")
+                self._add_violation(key, path, "a key must be a name")
                 continue
             name = str(self._read_text(key, path))
             key_path = (*path, name)
             if name in values:
                 first = self._document.find_location(key_path)
-                self._refuse(key, key_path, f"this key is set twice. Remove it here or at {first}")
+                self._add_violation(key, key_path, f"this key is set twice. Remove it here or at {first}")
                 continue
             self._document.locations[key_path] = self._locate(key)
             values[name] = self.read_value(item, key_path)
@@ -148,7 +148,9 @@ class _NodeReader:
         try:
             return self._yaml.constructor.construct_object(node)
         except (ValueError, KeyError):  # such as -_, or five thousand digits
-            self._refuse(node, path, f"invalid {str(node.tag).removeprefix(_TAG_PREFIX)}: {node.value[:60]}")
+            self._add_violation(
+                node, path, f"invalid {str(node.tag).removeprefix(_TAG_PREFIX)}: {node.value[:60]}"
+            )
             return None
 
     def _read_text(self, node: ScalarNode, path: KeyPath) -> str | None:
@@ -157,12 +159,12 @@ class _NodeReader:
             # JSON writes characters beyond 16 bits as two escapes, which ruamel.yaml reads as two characters.
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self._refuse(node, path, "half a surrogate pair is not text")
+            self._add_violation(node, path, "half a surrogate pair is not text")
             return None
 
     def _locate(self, node: Node) -> str:
         return f"{self._origin}:{node.start_mark.line + 1}"
 
-    def _refuse(self, node: Node, path: KeyPath, reason: str) -> None:
+    def _add_violation(self, node: Node, path: KeyPath, reason: str) -> None:
         name = ".".join(map(str, path))
         self._document.violations.append(f"{self._locate(node)}: {f'{name}: ' if name else ''}{reason}")

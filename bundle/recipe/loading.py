@@ -13,7 +13,7 @@ from bundle.architectures import adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, UsageError, find_nearest, format_suggestion, format_value
 from bundle.recipe import chat_template, rules
-from bundle.recipe.completion import SHOWN_SETTINGS, complete
+from bundle.recipe.completion import SHOWN_SETTING_KEYS, complete
 from bundle.recipe.document import MOST_CHARACTERS, KeyPath, YamlDocument, parse, parse_value
 from bundle.recipe.recipe import Recipe, flatten
 
@@ -139,7 +139,7 @@ def _apply_override(document: YamlDocument, override: str) -> None:
 def _build_recipe(document: YamlDocument, origin: str) -> Recipe:
     violations = list(document.violations)
     _pin_commits(document, violations)
-    _merge_model_config(document, violations)
+    _fill_missing_config_keys(document, violations)
     _merge_adapter_config(document, violations)
     present_keys = {key for key, _ in flatten(document.values)}
     origins = complete(document.values) | _inline_template_and_get_origin(document, violations)
@@ -153,7 +153,7 @@ def _build_recipe(document: YamlDocument, origin: str) -> Recipe:
         raise UsageError(f"{origin} cannot be used", violations)
     locations = {
         key: document.find_location(tuple(key.split("."))) or "the recipe"
-        for key in SHOWN_SETTINGS
+        for key in SHOWN_SETTING_KEYS
         if key in present_keys
     }
     vars(recipe)["origins"] = locations | origins
@@ -212,22 +212,24 @@ def _pin_commits(document: YamlDocument, violations: list[str]) -> None:
     }
     model, data, rl = (document.values.get(name) for name in ("model", "data", "rl"))
     if isinstance(rl, dict) and isinstance(evaluation := rl.get("evaluation"), dict):
-        _pin(document, evaluation, ("rl", "evaluation", "path"), "dataset", violations)
+        _download_and_pin_key(document, evaluation, ("rl", "evaluation", "path"), "dataset", violations)
     if isinstance(model, dict):
-        _pin(document, model, ("model", "path"), "model", violations)
+        _download_and_pin_key(document, model, ("model", "path"), "model", violations)
         if isinstance(lora := model.get("lora"), dict):
-            _pin(document, lora, ("model", "lora", "path"), "model", violations)
+            _download_and_pin_key(document, lora, ("model", "lora", "path"), "model", violations)
     if not isinstance(data, dict):
         return
-    _pin(document, data, ("data", "path"), "dataset", violations)
-    _pin(document, data, ("data", "tokenizer"), "model", violations, "hf:")
+    _download_and_pin_key(document, data, ("data", "path"), "dataset", violations)
+    _download_and_pin_key(document, data, ("data", "tokenizer"), "model", violations, "hf:")
     sets = data.get("validation_sets")
     for name, validation_set in sets.items() if isinstance(sets, dict) else ():
         if isinstance(validation_set, dict):
-            _pin(document, validation_set, ("data", "validation_sets", name, "path"), "dataset", violations)
+            _download_and_pin_key(
+                document, validation_set, ("data", "validation_sets", name, "path"), "dataset", violations
+            )
 
 
-def _pin(
+def _download_and_pin_key(
     document: YamlDocument,
     section: dict[str, Any],
     path: KeyPath,
@@ -252,14 +254,14 @@ def _pin(
         raise EnvironmentUnfit(_format_violation(document, path, str(error))) from error
 
 
-def _merge_model_config(document: YamlDocument, violations: list[str]) -> None:
+def _fill_missing_config_keys(document: YamlDocument, violations: list[str]) -> None:
     """Merge model.path's config.json into model.config, whose keys count first; the dump is complete then."""
     model = document.values.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):
         return
     config = model.get("config") or {}
     try:
-        file_config = read_config(pathlib.Path(hub.resolve_pinned_path(model["path"])))
+        file_config = read_config(pathlib.Path(hub.build_cache_path_if_pinned(model["path"])))
     except UsageError as error:
         violations.append(_format_violation(document, ("model", "path"), str(error)))
         return
@@ -274,7 +276,9 @@ def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
         return
     try:
-        adapter_config = adapters.read_lora_settings(pathlib.Path(hub.resolve_pinned_path(lora["path"])))
+        adapter_config = adapters.read_lora_settings(
+            pathlib.Path(hub.build_cache_path_if_pinned(lora["path"]))
+        )
     except UsageError as error:
         path = ("model", "lora", "path")
         violations += [

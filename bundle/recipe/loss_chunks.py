@@ -15,7 +15,7 @@ def choose_loss_chunk(recipe: Recipe) -> int | None:
     Chunks cost one more matrix product in the backward pass, so that only many logits are worth it.
     """
     local_logits = compute_local_vocab_size(recipe)
-    tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_rows
+    tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_full_rows
     return count_chunk_tokens(local_logits) if tokens * local_logits >= _CHUNKING_THRESHOLD_LOGITS else None
 
 

@@ -223,7 +223,7 @@ class VisionSection(Section):
         description="Highest learning rate of the projector, with the same schedule; null: optimizer.lr.",
     )
 
-    def freezes(self, name: str) -> bool:
+    def is_tensor_frozen(self, name: str) -> bool:
         """Return whether the tensor of this name is frozen."""
         return (
             self.freeze_projector
@@ -231,7 +231,7 @@ class VisionSection(Section):
             else self.freeze_tower and name.startswith(TOWER_PREFIX)
         )
 
-    def find_lr(self, name: str) -> float | None:
+    def find_tensor_lr(self, name: str) -> float | None:
         """Return the highest learning rate of the tensor of this name; None: the optimizer's."""
         return (
             self.projector_lr
@@ -289,7 +289,7 @@ class Model(Section):
 
     @model_validator(mode="before")
     @staticmethod
-    def _disable_bias_updates_with_lora(values: Any) -> Any:
+    def _set_lora_bias_update_default(values: Any) -> Any:
         """Return the values with steering biases frozen by default where there are adapters.
 
         Beside adapters all other weights are frozen too.
@@ -305,7 +305,7 @@ class Model(Section):
         return (
             self.path is not None
             and self.weights != "random"
-            and has_weights(Path(hub.resolve_pinned_path(self.path)))
+            and has_weights(Path(hub.build_cache_path_if_pinned(self.path)))
         )
 
     @model_validator(mode="after")
@@ -421,7 +421,7 @@ class Recipe(DerivedDefaultsSection):
         return self.task_traits.documents_per_sample
 
     @property
-    def micro_batch_rows(self) -> int:
+    def micro_batch_full_rows(self) -> int:
         """The rows of `data.sequence_length` tokens in a micro-batch."""
         return self.train.micro_batch_size_or_one * (1 if self.data.packed else self.documents_per_sample)
 
@@ -532,7 +532,9 @@ class Recipe(DerivedDefaultsSection):
         if moe is None:
             return f"{p.minimal_world} ranks ({layout_text}), but there are {world}"
         fewer = (ep for ep in range(min(p.ep - 1, moe.num_experts), 0, -1) if not moe.num_experts % ep)
-        fitting_ep = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
+        fitting_ep = next(
+            (ep for ep in fewer if p.model_copy(update={"ep": ep}).is_minimal_world_multiple(world)), None
+        )
         experts = f"experts: etp {p.etp} x ep {p.ep} x pp {p.pp}"
         instead = f". Set parallel.ep={fitting_ep}, which fits" if fitting_ep else ""
         return f"{p.minimal_world} ranks ({layout_text}, {experts}), but there are {world}{instead}"
@@ -542,7 +544,7 @@ class Recipe(DerivedDefaultsSection):
         parallel, train = self.parallel, self.train
         if world > MOST_RANKS:
             return [f"devices: {world} ranks exceed {MOST_RANKS}, the limit of a plan"]
-        if not parallel.fits(world):
+        if not parallel.is_minimal_world_multiple(world):
             return [f"parallel: this layout needs a multiple of {self._explain_least_ranks(world)}"]
         portion = train.micro_batch_size_or_one * parallel.compute_dp(world)
         if train.global_batch_size % portion:

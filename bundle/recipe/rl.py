@@ -24,7 +24,7 @@ from bundle.recipe.section import (
 
 # The distances of the bounds of a ratio from 1. DAPO arXiv 2503.14476, GSPO 2507.18071, CISPO 2506.13585; a
 # low of 1 is no lower bound.
-CLIP_RANGES = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
+DEFAULT_CLIP_BY_LOSS_KIND = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
 # Seconds: of one answer (math, code), and of all answers in a call (python, http).
 REWARD_TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0, "http": 10.0, "code": 10.0}
 
@@ -212,7 +212,7 @@ class RLLoss(DerivedDefaultsSection):
         " only the weight.",
     )
     clip: Pair = Field(
-        default=CLIP_RANGES["ppo"],
+        default=DEFAULT_CLIP_BY_LOSS_KIND["ppo"],
         json_schema_extra=add_null,
         description="Distances below and above 1 at which the ratio is clipped. null or left out: [0.2,"
         " 0.28] for ppo, [0.0003, 0.0004] for gspo, [1, 0.28] for cispo.",
@@ -259,7 +259,7 @@ class RLLoss(DerivedDefaultsSection):
         if not isinstance(kind, str):
             return {}
         return {
-            "clip": CLIP_RANGES.get(kind, CLIP_RANGES["ppo"]),
+            "clip": DEFAULT_CLIP_BY_LOSS_KIND.get(kind, DEFAULT_CLIP_BY_LOSS_KIND["ppo"]),
             "mean": "sequence" if kind == "gspo" else "token",
         }
 

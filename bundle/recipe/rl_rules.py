@@ -12,7 +12,7 @@ from bundle.recipe.rl import RL, RLCorrection, RLReward, RLRollout
 Violation = tuple[str, str]
 
 # `FILE.py:NAME`; a path may hold colons.
-_FUNCTION_PATTERN = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
+_FILE_FUNCTION_PATTERN = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
 # Keys of a reward that only some kinds read, and what a message asks for where one of them must be present.
 _REWARD_KINDS_BY_KEY = {
     "field": ("exact", "math"),
@@ -27,9 +27,9 @@ _MANDATORY_REWARD_KEY_DESCRIPTIONS = {
     "tests": "the name of the field with the tests",
 }
 _SERVER_URL_PATTERN = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
-# Keys of rl.rollout for an engine with servers; _SERVER_START_KEYS are only for servers that the run starts.
-_SERVER_START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
-_SERVER_KEYS = ("urls", *_SERVER_START_KEYS, "weights_folder", "verify", "timeout_seconds")
+# Keys of rl.rollout for an engine with servers. _LAUNCHED_SERVER_KEYS: only for servers that the run starts.
+_LAUNCHED_SERVER_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
+_SERVER_KEYS = ("urls", *_LAUNCHED_SERVER_KEYS, "weights_folder", "verify", "timeout_seconds")
 # What the run says itself when it starts a server.
 _RESERVED_SERVER_ARGUMENTS = (
     "--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key", "--load-format", "--tp",
@@ -40,13 +40,13 @@ _RESERVED_SERVER_ARGUMENTS = (
 
 def split_function(function: str) -> tuple[str, str]:
     """Return the file and the name of `FILE.py:NAME`. Raise ValueError for any other text."""
-    match = _FUNCTION_PATTERN.fullmatch(function)
+    match = _FILE_FUNCTION_PATTERN.fullmatch(function)
     if match is None:
         raise ValueError(f"{format_value(function)} is not FILE.py:NAME")
     return match["file"], match["name"]
 
 
-def split_url(url: str) -> tuple[str, int]:
+def split_host_port_url(url: str) -> tuple[str, int]:
     """Return host and port of `http://HOST:PORT`. Raise ValueError for any other text."""
     match = _SERVER_URL_PATTERN.fullmatch(url)
     if match is None or not 0 < int(match["port"]) < 2**16:
@@ -64,7 +64,7 @@ def find_violations(recipe: Recipe) -> Iterator[Violation]:
     if not recipe.task_traits.samples_answers:
         return  # a section of another task is a violation itself
     yield from _check_sampling_and_advantages(rl)
-    yield from ((f"rl.rollout.{key}", reason) for key, reason in _check_servers(rl.rollout))
+    yield from ((f"rl.rollout.{key}", reason) for key, reason in _check_server_keys(rl.rollout))
     yield from _check_lengths(recipe, rl)
     yield from _check_training(recipe, rl)
     yield from _check_data(recipe)
@@ -110,7 +110,7 @@ def _check_sampling_and_advantages(rl: RL) -> Iterator[Violation]:
         )
 
 
-def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
+def _check_server_keys(rollout: RLRollout) -> Iterator[Violation]:
     """Yield what is wrong with the keys of servers, by the keys of rl.rollout."""
     changed = {key for key in _SERVER_KEYS if getattr(rollout, key) != RLRollout.model_fields[key].default}
     if rollout.engine != "sglang":
@@ -118,11 +118,11 @@ def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
             yield key, f"is not read with rl.rollout.engine {rollout.engine}. Set sglang, or remove it."
         return
     if rollout.urls:
-        for key in sorted(changed.intersection(_SERVER_START_KEYS)):
+        for key in sorted(changed.intersection(_LAUNCHED_SERVER_KEYS)):
             yield key, "is not read with rl.rollout.urls, whose servers run already. Remove one of them."
     for url in rollout.urls:
         try:
-            split_url(url)
+            split_host_port_url(url)
         except ValueError as error:
             yield "urls", f"{error}. Name each server in this form."
     if len({*rollout.urls}) < len(rollout.urls):

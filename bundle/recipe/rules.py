@@ -19,7 +19,7 @@ from bundle.recipe.stages import ChunkContents, count_rounds, find_stage_violati
 from bundle.recipe.tasks import TASKS
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
-MAX_EXPERTS_PER_RANK = 2**16
+MAX_LAYERS_TIMES_LOCAL_EXPERTS = 2**16
 
 # (the key to change, what is wrong with it)
 Violation = tuple[str, str]
@@ -96,11 +96,11 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
             yield "parallel.etp", f"{parallel.etp} is for experts, but the model has none. Leave it out."
         return
     layers = sum(moe.layer_pattern) + recipe.architecture.mtp_layers
-    if layers * moe.num_experts > MAX_EXPERTS_PER_RANK * parallel.ep:
+    if layers * moe.num_experts > MAX_LAYERS_TIMES_LOCAL_EXPERTS * parallel.ep:
         yield (
             "parallel.ep",
-            f"{layers} layers of {moe.num_experts} experts give more than {MAX_EXPERTS_PER_RANK} experts on"
-            " each rank, the limit of a plan. Raise it.",
+            f"{layers} layers of {moe.num_experts} experts give more than"
+            f" {MAX_LAYERS_TIMES_LOCAL_EXPERTS} experts on each rank, the limit of a plan. Raise it.",
         )
     if moe.num_experts % parallel.ep:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
@@ -115,7 +115,7 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
 
 
 _FIRST_AND_LAST_STAGE_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
+_PIPELINE_LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
 _MULTIPLE_STAGES_REQUIRED_MESSAGE = (
     "needs several pipeline stages, but parallel.pp is 1. Raise parallel.pp, or leave this key out."
 )
@@ -133,7 +133,10 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     }
     if has_layout:
         for key in ends:
-            yield f"parallel.{key}", f"{_LAYOUT_KEY} already sets every stage. Leave one of the two keys out."
+            yield (
+                f"parallel.{key}",
+                f"{_PIPELINE_LAYOUT_KEY} already sets every stage. Leave one of the two keys out.",
+            )
         yield from _check_pipeline_layout(recipe)
     elif parallel.pp == 1:
         for key in ends:
@@ -157,30 +160,30 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
     """Yield what is wrong with a layout string, and what is not computed in its stages."""
     parallel, architecture = recipe.parallel, recipe.architecture
     if parallel.pp == 1:
-        yield _LAYOUT_KEY, _MULTIPLE_STAGES_REQUIRED_MESSAGE
+        yield _PIPELINE_LAYOUT_KEY, _MULTIPLE_STAGES_REQUIRED_MESSAGE
         return
     try:
         layout = parallel.pipeline_stages
     except ValueError as error:
-        yield _LAYOUT_KEY, str(error)
+        yield _PIPELINE_LAYOUT_KEY, str(error)
         return
     depth = architecture.mtp_layers
     for reason in find_stage_violations(
         layout, parallel.pp, layers=architecture.num_layers, mtp_layers=depth
     ):
-        yield _LAYOUT_KEY, reason
+        yield _PIPELINE_LAYOUT_KEY, reason
     chunks = count_rounds(layout, parallel.pp)
     if chunks is not None and (parallel.vpp or 1) != chunks:
         yield (
             "parallel.vpp",
-            f"{parallel.vpp} differs from {_LAYOUT_KEY}, which has"
+            f"{parallel.vpp} differs from {_PIPELINE_LAYOUT_KEY}, which has"
             f" {format_count(chunks, 'stage')} per pipeline rank (pp {parallel.pp}). Leave this key out.",
         )
     if "m" not in "".join(layout) or "m" in layout[-1]:
         return
     where = "if the MTP layers (m) are in an earlier stage than the head (L). Put both into one stage."
     if architecture.tied_embeddings:
-        yield _LAYOUT_KEY, f"megatron-core cannot tie the head to the embedding {where}"
+        yield _PIPELINE_LAYOUT_KEY, f"megatron-core cannot tie the head to the embedding {where}"
     if recipe.model.mtp.detach_embeddings:
         yield "model.mtp.detach_embeddings", f"true is not supported {where}"
 
@@ -274,7 +277,7 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
         remedy = f"Lower parallel.pp, or set parallel.{_FIRST_AND_LAST_STAGE_KEYS[0]} to"
         remedy += f" {deepest * (vpp or 1)} or more"
         if recipe.parallel.pipeline_model_parallel_layout is not None:
-            key, remedy = _LAYOUT_KEY, f"Write t {deepest} times or more before the first |"
+            key, remedy = _PIPELINE_LAYOUT_KEY, f"Write t {deepest} times or more before the first |"
         yield (
             key,
             f"the vision tower adds embeddings to the first {deepest} decoder layers, but the first"
@@ -423,7 +426,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
             "the tokenizer 'bytes' has no chat template. Set data.template: plain or data.tokenizer: hf:DIR.",
         )
     if data.custom_template_text is not None and (
-        reason := chat_template.find_defect(data.custom_template_text)
+        reason := chat_template.explain_missing_messages(data.custom_template_text)
     ):
         yield "data.template", reason
     if data.template_arguments and not data.has_template:
@@ -439,7 +442,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
 
 def _is_byte_model(recipe: Recipe) -> bool:
     """Return whether a pretrained model reads bytes: it has as many tokens, and no other tokenizer."""
-    path = Path(hub.resolve_pinned_path(recipe.model.path or ""))
+    path = Path(hub.build_cache_path_if_pinned(recipe.model.path or ""))
     return recipe.architecture.vocab_size == BYTE_VOCABULARY and not has_tokenizer(path)
 
 

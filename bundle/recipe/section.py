@@ -77,7 +77,7 @@ def _to_tuple(value: Any) -> Any:
 AS_TUPLE = BeforeValidator(_to_tuple)
 
 
-def _to_names(value: Any) -> Any:
+def _wrap_single_string(value: Any) -> Any:
     """Return a list as a tuple, and one string as a tuple of one.
 
     `--set data.path=train.jsonl` then needs no brackets.
@@ -133,6 +133,8 @@ VariableValue = Annotated[
     Field(pattern=r"^[ -~]{0,1000}$"),
 ]
 Text = Annotated[str, Field(min_length=1)]
-Names = Annotated[tuple[Text, ...], BeforeValidator(_to_names, json_schema_input_type=str | tuple[str, ...])]
+Names = Annotated[
+    tuple[Text, ...], BeforeValidator(_wrap_single_string, json_schema_input_type=str | tuple[str, ...])
+]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
 Pair = Annotated[tuple[float, float], AS_TUPLE]

@@ -24,7 +24,7 @@ from bundle.recipe.stages import (
     ChunkContents,
     assign_stages,
     count_rounds,
-    divide_stages_evenly,
+    divide_stages_into_chunks,
     find_stage_violations,
     parse_layout,
 )
@@ -130,7 +130,7 @@ class Parallel(DerivedDefaultsSection):
         """
         if self.pipeline_model_parallel_layout is None:
             lengths = self._compute_stage_lengths(layers)
-            return None if lengths is None else divide_stages_evenly(lengths, self.vpp or 1, mtp_layers)
+            return None if lengths is None else divide_stages_into_chunks(lengths, self.vpp or 1, mtp_layers)
         try:
             layout = self.pipeline_stages
         except ValueError:
@@ -152,16 +152,16 @@ class Parallel(DerivedDefaultsSection):
         first, last = (middle_length if length is None else length for length in ends)
         return (first, *[middle_length] * (self.pp - 2), last) if self.pp > 1 else (layers,)
 
-    def fits(self, world: int) -> bool:
+    def is_minimal_world_multiple(self, world: int) -> bool:
         """Return whether `world` ranks can be laid out."""
         return world > 0 and world % self.minimal_world == 0
 
     def compute_dp(self, world: int) -> int:
-        """Return the data-parallel size of `world` ranks, for which `fits` must be true."""
+        """Return the data-parallel size of a world that `is_minimal_world_multiple` accepts."""
         return world // self.model_ranks
 
     def compute_expert_dp(self, world: int) -> int:
-        """Return the number of copies of each expert on `world` ranks, for which `fits` must be true."""
+        """Return the number of copies of each expert in a world that `is_minimal_world_multiple` accepts."""
         return world // (self.pp * self.etp * self.ep)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bundle.errors import format_count
 
 # Letters of a layout written out: more than any model known has, and nothing to hold in memory.
-MAX_LETTERS = 2**16
+MAX_LAYOUT_LETTERS = 2**16
 
 _LETTER_PATTERN = r"[EtmL|](?:\*[0-9]+)?"
 _LAYOUT_TOKEN_PATTERN = re.compile(rf"({_LETTER_PATTERN})|\((,*(?:{_LETTER_PATTERN},*)+)\)\*([0-9]+)|,")
@@ -45,8 +45,8 @@ def parse_layout(layout: str) -> tuple[str, ...]:
             if group
             else _expand_letter_factors(letter or "")
         )
-        if sum(map(len, parts)) > MAX_LETTERS:
-            raise ValueError(_LAYOUT_TOO_LONG_MESSAGE)
+        if sum(map(len, parts)) > MAX_LAYOUT_LETTERS:
+            raise ValueError(_TOO_MANY_LETTERS_MESSAGE)
         position = part.end()
     if position < len(layout):
         raise ValueError(
@@ -56,7 +56,7 @@ def parse_layout(layout: str) -> tuple[str, ...]:
     return tuple("".join(parts).split("|"))
 
 
-_LAYOUT_TOO_LONG_MESSAGE = f"the expanded layout has more than {MAX_LETTERS} letters"
+_TOO_MANY_LETTERS_MESSAGE = f"the expanded layout has more than {MAX_LAYOUT_LETTERS} letters"
 
 
 def _expand_letter_factors(letters: str) -> str:
@@ -67,9 +67,9 @@ def _expand_letter_factors(letters: str) -> str:
 
 
 def _repeat_letters(letters: str, times: str) -> str:
-    factor = int(times) if len(times) < 9 else MAX_LETTERS + 1
-    if len(letters) * factor > MAX_LETTERS:
-        raise ValueError(_LAYOUT_TOO_LONG_MESSAGE)
+    factor = int(times) if len(times) < 9 else MAX_LAYOUT_LETTERS + 1
+    if len(letters) * factor > MAX_LAYOUT_LETTERS:
+        raise ValueError(_TOO_MANY_LETTERS_MESSAGE)
     return letters * factor
 
 
@@ -89,7 +89,7 @@ def assign_stages(stages: Sequence[str], pp: int) -> tuple[tuple[ChunkContents, 
     return tuple(tuple(contents[rank::pp]) for rank in range(pp))
 
 
-def divide_stages_evenly(
+def divide_stages_into_chunks(
     lengths: Sequence[int], rounds: int, mtp_layers: int
 ) -> tuple[tuple[ChunkContents, ...], ...]:
     """Return the contents of each rank's chunks for stages with these numbers of layers.

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from bundle.mcore import accepts, packed_sequences
+from bundle.mcore import can_take_keyword, packed_sequences
 from bundle.replacements import Function, bind_passed_arguments, make_wrapper
 from bundle.replacements.mla import keeps_full_tables, sum_over_ranks
 
@@ -73,7 +73,7 @@ def _bind_tp_group_to_spec(layer: Any, group: Any) -> Any:
 
 
 @make_wrapper
-def sum_delta_net_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def hook_delta_net_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Return `GatedDeltaNet.__init__` whose output norm gets its gradient from the heads of all ranks.
 
     Under sequence parallelism megatron sums this gradient at the end of a step.
@@ -98,7 +98,7 @@ def rotate_packed_by_gather(original: Function, *args: Any, **kwargs: Any) -> to
     t, boundaries, table = (arguments.pop(name) for name in ("t", "cu_seqlens", "freqs"))
     group = arguments.pop("cp_group", None) or parallel_state.get_context_parallel_group()
     position, begin = packed_sequences.compute_positions_and_starts(boundaries, t.shape[0], group)
-    knows_whole_packs = accepts(rope_utils._get_thd_freqs_on_this_cp_rank, "offset")
+    knows_whole_packs = can_take_keyword(rope_utils._get_thd_freqs_on_this_cp_rank, "offset")
     if knows_whole_packs and table.shape[0] == t.shape[0] * group.size():
         position = position + begin
     angles = table.index_select(0, position)
@@ -106,7 +106,7 @@ def rotate_packed_by_gather(original: Function, *args: Any, **kwargs: Any) -> to
     return rotated.squeeze(1)
 
 
-def pass_pad_between_seqs(original: Function) -> Function:
+def keep_pad_between_seqs(original: Function) -> Function:
     """Return TEDotProductAttention's `__init__` for packs that say whether padding lies between sequences.
 
     It does so as 0.19 does. Transformer Engine finds the padding by itself where the pack says None.
@@ -123,7 +123,7 @@ def pass_pad_between_seqs(original: Function) -> Function:
 
 
 @make_wrapper
-def keep_full_mrope_table(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+def enter_mrope_full_table_context(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return `GPTModel.forward` in which `keep_full_rotary_table` leaves tables of packed positions whole."""
     pack = bind_passed_arguments(original, self, *args, **kwargs).arguments.get("packed_seq_params")
     is_multimodal_pack = (

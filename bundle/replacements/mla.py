@@ -25,14 +25,14 @@ def pad_value_heads(original: Function, self: Any, *args: Any, **kwargs: Any) ->
     if getattr(self.config, "experimental_attention_variant", None) is None:
         width = self.config.v_head_dim
         self.core_attention.register_forward_pre_hook(
-            functools.partial(_pad_packed_value, width), with_kwargs=True
+            functools.partial(_build_padded_value_arguments, width), with_kwargs=True
         )
         self.core_attention.register_forward_hook(
             functools.partial(_strip_value_padding, width), with_kwargs=True
         )
 
 
-def _pad_packed_value(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
+def _build_padded_value_arguments(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
     """Return the arguments with the value [t, n, width] padded to the head width of the query."""
     query, key, value, *rest = args
     if _is_packed(kwargs) and value.shape[-1] == width:
@@ -45,7 +45,7 @@ def _pad_packed_value(width: int, attention: Any, args: Any, kwargs: Any) -> Any
 def _strip_value_padding(
     width: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output [t, n * width], without the padding that `_pad_packed_value` added to each head."""
+    """Return the output [t, n * width], without what `_build_padded_value_arguments` added to each head."""
     padded = args[2].shape[-1]
     if not _is_packed(kwargs) or padded == width:
         return output
@@ -149,7 +149,7 @@ def sum_rotary_key_gradient(original: Function, self: Any, *args: Any, **kwargs:
     part of the same projection is summed already, with the gradient of the up projection's input.
     """
     original(self, *args, **kwargs)
-    group = _find_full_sequence_group(self)
+    group = _find_tp_group_without_sp(self)
     widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
 
     def hook_rotary_key(_module: Any, _inputs: Any, output: Any) -> Any:
@@ -166,21 +166,21 @@ def sum_rotary_key_gradient(original: Function, self: Any, *args: Any, **kwargs:
 
 
 @make_wrapper
-def divide_query_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def hook_query_norm_gradient_division(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Return `MLASelfAttention.__init__` whose norm of compressed queries gets a share of its gradient.
 
     The later sum over the ranks is then the whole gradient. A norm that is part of a projection has another
     name and is not summed.
     """
     original(self, *args, **kwargs)
-    group = _find_full_sequence_group(self)
+    group = _find_tp_group_without_sp(self)
     if group is None or not self.config.qk_layernorm or self.config.q_lora_rank is None:
         return
     for parameter in self.q_layernorm.parameters():
         parameter.register_hook(lambda gradient: gradient / group.size())
 
 
-def _find_full_sequence_group(attention: Any) -> Any:
+def _find_tp_group_without_sp(attention: Any) -> Any:
     """Return the ranks that share the heads and hold the whole sequence each; None without such a group."""
     collection = getattr(attention, "pg_collection", None) or attention.model_comm_pgs  # the latter to 0.14
     group = collection.tp

@@ -17,7 +17,7 @@ from bundle.mcore import context
 from bundle.replacements import Function, make_wrapper
 
 
-def scale_token_losses_over_ranks(original: Function) -> Function:
+def scale_forward_step_token_losses(original: Function) -> Function:
     """Return the schedules' forward step whose losses per token count for all ranks of a micro-batch.
 
     Routers weigh them by the tokens of one rank, and all gradients are divided by the tokens of all ranks.
@@ -27,7 +27,7 @@ def scale_token_losses_over_ranks(original: Function) -> Function:
     )
 
 
-def scale_mean_losses_over_context(original: Function) -> Function:
+def scale_cp_mean_aux_losses(original: Function) -> Function:
     """Return the schedules' forward step whose mean losses count for all context-parallel ranks (to 0.15).
 
     Gradients are averaged over those ranks, and each rank has its part of the loss.
@@ -130,7 +130,7 @@ def clone_before_all_reduce(original: Function, tensor: torch.Tensor, *args: Any
 
 
 @make_wrapper
-def enable_global_loss_rescaling(original: Function, *args: Any, **kwargs: Any) -> Any:
+def enable_expert_count_rescaling(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Return `TopKRouter._apply_global_aux_loss` in which `rescale_global_loss_counts` is active."""
     with _is_window_loss.set(True):
         return original(*args, **kwargs)

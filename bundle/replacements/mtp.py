@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from bundle.mcore import accepts, filter_keywords, mtp, packed_sequences
+from bundle.mcore import can_take_keyword, filter_keywords, mtp, packed_sequences
 from bundle.replacements import Function, bind_passed_arguments, make_wrapper
 
 
@@ -68,7 +68,7 @@ def rescale_rolled_mask_sum(original: Function, tensor: Any, *args: Any, **kwarg
     rolled, count = original(tensor, *args, **kwargs)
     if tensor is None or not tensor.is_floating_point():
         return rolled, count  # token ids, positions, labels
-    if accepts(original, "cp_group"):
+    if can_take_keyword(original, "cp_group"):
         group = bind_passed_arguments(original, tensor, *args, **kwargs).arguments.get("cp_group")
     else:  # to 0.13
         group = parallel_state.get_context_parallel_group()
@@ -115,7 +115,7 @@ def disable_empty_mtp(original: Function, self: Any) -> None:
 
 
 @make_wrapper
-def skip_mtp_without_labels(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+def disable_mtp_without_labels(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return `GPTModel.forward` that predicts further tokens only where there are labels to compare with.
 
     Without, mcore fails (to 0.16), runs the layers for nothing (0.17, 0.18), or trains them on the

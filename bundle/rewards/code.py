@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from select import select
 
-_PACKAGE_FOLDER = Path(__file__).parent
+_SANDBOX_SCRIPTS_FOLDER = Path(__file__).parent
 # What the program sends when it waits for a message; as long as a token.
 _READY_TOKEN = "." * 32
 # The first of the users that programs run as where the trainer is root, and the one where these do not exist.
@@ -34,7 +34,7 @@ class SandboxError(Exception):
     is_explained = True
 
 
-def find_last_python_block(answer: str) -> str:
+def find_last_block_or_answer(answer: str) -> str:
     """Return the last ```python block of an answer that is closed; all of the answer where there is none."""
     code = answer
     block: list[str] | None = None
@@ -119,7 +119,7 @@ class CodeJudge:
         """
         ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
         self._seconds, self._memory_bytes = seconds, int(memory_gib * 2**30)
-        self._user, self._runner = choose_program_user(), (_PACKAGE_FOLDER / "runner.py").read_text()
+        self._user, self._runner = choose_program_user(), (_SANDBOX_SCRIPTS_FOLDER / "runner.py").read_text()
         self._readable = list_readable_paths()
         self._is_isolated, self.notice = True, ""
         try:
@@ -160,7 +160,7 @@ class CodeJudge:
             connection = _Connection(channel, status, deadline)
             if connection.receive() != _READY_TOKEN:
                 raise SandboxError(connection.read_start_failure())
-            return self._run_tests(connection, find_last_python_block(answer), tests)
+            return self._run_tests(connection, find_last_block_or_answer(answer), tests)
 
     def _run_tests(self, connection: "_Connection", code: str, tests: Sequence[str]) -> float:
         connection.send(code)
@@ -198,7 +198,7 @@ class CodeJudge:
                 "OMP_NUM_THREADS": "1",
             },
         }
-        script = [str(_PACKAGE_FOLDER / "sandbox.py"), json.dumps(setting), str(channel), str(status)]
+        script = [str(_SANDBOX_SCRIPTS_FOLDER / "sandbox.py"), json.dumps(setting), str(channel), str(status)]
         return subprocess.Popen(
             [sys.executable, "-I", "-S", *script],
             stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ class ExactJudge:
         """`fields` are where a row may have its right answer, `pattern` finds it there."""
         self._fields, self._pattern = fields, pattern
 
-    def judge(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    def grade_answers(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         """Return the verdict on each answer; a row without a right answer is a failure."""
         verdicts: list[Verdict] = []
         for answer, row in zip(answers, rows, strict=True):

@@ -34,7 +34,7 @@ Verdict = float | None | Failure
 class Judge(Protocol):
     """Judges answers; `rows` [answers] are the rows of their questions, with all columns."""
 
-    def judge(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Sequence[Verdict]:
+    def grade_answers(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Sequence[Verdict]:
         """Return a verdict on each answer."""
 
 

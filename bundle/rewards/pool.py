@@ -18,7 +18,7 @@ from bundle.rewards.workers import WorkerJudge
 _log = logging.getLogger(__name__)
 
 
-def list_reference_field_candidates(reward: RLReward, response: str) -> tuple[str, ...]:
+def list_right_answer_fields(reward: RLReward, response: str) -> tuple[str, ...]:
     """Return where a row may have the right answer; `response` is data.fields.response."""
     return (reward.field,) if reward.field is not None else (VERL_GROUND_TRUTH_FIELD, response)
 
@@ -33,7 +33,7 @@ def describe_missing_reference(
             if reward.tests is not None:
                 find_tests(row, reward.tests)
             elif reward.needs_right_answer:
-                find_reference(row, list_reference_field_candidates(reward, response), reward.pattern)
+                find_reference(row, list_right_answer_fields(reward, response), reward.pattern)
         except MissingReference as error:
             key = "pattern" if "does not match" in str(error) else key
             return f"rl.rewards.{number}.{key}: {error}"
@@ -68,7 +68,7 @@ class RewardPool:
         self._judges: list[ExactJudge | WorkerJudge] = []
         try:
             for reward in rewards:
-                fields = list_reference_field_candidates(reward, response)
+                fields = list_right_answer_fields(reward, response)
                 self._judges.append(
                     ExactJudge(fields, reward.pattern)
                     if reward.kind == "exact"
@@ -80,11 +80,11 @@ class RewardPool:
             raise
 
     @property
-    def _workers(self) -> list[WorkerJudge]:
+    def _worker_judges(self) -> list[WorkerJudge]:
         return [judge for judge in self._judges if isinstance(judge, WorkerJudge)]
 
     def _wait_for_loading(self) -> None:
-        processes = [process for worker in self._workers for process in worker.processes]
+        processes = [process for worker in self._worker_judges for process in worker.processes]
         receive_while_busy(processes, lambda process: process.is_loading)
         violations = []
         for number, (reward, judge) in enumerate(zip(self._rewards, self._judges, strict=True)):
@@ -113,11 +113,11 @@ class RewardPool:
         """
         if len(answers) != len(rows):
             raise ValueError(f"rows: {len(rows)} for {len(answers)} answers. Give a row for each answer.")
-        workers = self._workers
+        workers = self._worker_judges
         for worker in workers:
             worker.begin_judging(answers, rows)
         columns: dict[str, Sequence[Verdict]] = {
-            name: judge.judge(answers, rows)
+            name: judge.grade_answers(answers, rows)
             for name, judge in zip(self.names, self._judges, strict=True)
             if isinstance(judge, ExactJudge)
         }
@@ -125,12 +125,12 @@ class RewardPool:
         receive_while_busy(processes, lambda process: process.has_open_answers)
         for name, judge in zip(self.names, self._judges, strict=True):
             if isinstance(judge, WorkerJudge):
-                columns[name] = judge.collect_all_verdicts()
+                columns[name] = judge.assemble_verdicts()
         return combine_verdicts({name: columns[name] for name in self.names}, self._weights)
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
+        for worker in self._worker_judges:
             for process in worker.processes:
                 process.close()
 

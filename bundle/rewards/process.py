@@ -68,12 +68,12 @@ class RewardProcess:
         if not answers:
             return
         if self.load_error is not None or self._process.poll() is not None:
-            self._stop()
+            self._kill_process_group()
             self._start()
         elif not self.is_loading:
-            self._send()
+            self._send_unjudged_answers()
 
-    def _send(self) -> None:
+    def _send_unjudged_answers(self) -> None:
         """Send the answers that have no verdict to a child that waits for them."""
         count = len(self.verdicts)
         self.deadline = time.monotonic() + self._timeout
@@ -97,13 +97,13 @@ class RewardProcess:
         if "error" in message:
             self._record_load_failure(message["reason"], message["error"] != "not_installed")
         elif self.has_open_answers:
-            self._send()
+            self._send_unjudged_answers()
 
     def handle_timeout_or_death(self) -> None:
         """End the child where it has run out of time; note that it has died."""
         if time.monotonic() >= self.deadline:
             if self.is_loading:
-                self._stop()
+                self._kill_process_group()
                 self._record_load_failure(f"it took more than {LOAD_SECONDS:g} s")
             else:
                 self._replace("timed_out", f"it took more than {self._timeout:g} s")
@@ -112,7 +112,7 @@ class RewardProcess:
 
     def handle_child_death(self) -> None:
         """Replace a child that has ended by itself."""
-        self._stop()
+        self._kill_process_group()
         status = self._process.returncode
         reason = (
             f"its process ended by {signal.Signals(-status).name}"
@@ -126,7 +126,7 @@ class RewardProcess:
 
     def _replace(self, kind: FailureKind, reason: str) -> None:
         """Count the answers that are lost with this child, and start another one for those behind them."""
-        self._stop()
+        self._kill_process_group()
         self._overruns += 1
         left = len(self._answers) - len(self.verdicts)
         lost = 1 if self._one_by_one and self._overruns < MAX_OVERRUNS_PER_CALL else left
@@ -139,7 +139,7 @@ class RewardProcess:
         lost = len(self._answers) - len(self.verdicts)
         self.verdicts += [Failure("raised", f"it cannot be loaded ({reason})")] * lost
 
-    def _stop(self) -> None:
+    def _kill_process_group(self) -> None:
         """Kill the child and what it has started, once: its number may be another's then."""
         if self._is_stopped:
             return
@@ -151,7 +151,7 @@ class RewardProcess:
 
     def close(self) -> None:
         """End the child."""
-        self._stop()
+        self._kill_process_group()
 
 
 def receive_while_busy(

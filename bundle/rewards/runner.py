@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 
-def main() -> None:
+def run_answer_and_tests() -> None:
     """Answer messages until there are no more; each has its length in eight digits before it."""
     channel, request = int(sys.argv[1]), sys.argv[2].encode()
     read, write, leave, fork, wait = os.read, os.write, os._exit, os.fork, os.waitpid
@@ -51,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_answer_and_tests()

@@ -118,7 +118,7 @@ def lower_resource_limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most, most))
 
 
-def limit_processes(most: int) -> None:
+def enforce_process_limit(most: int) -> None:
     """Limit the processes of this user. Raise PermissionError where the kernel does not enforce the limit."""
     lower_resource_limit(resource.RLIMIT_NPROC, most)
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -144,7 +144,7 @@ def become_program(setting: dict[str, Any]) -> None:
     switch_user(setting["user"])
     call_c_function("prctl", _SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call_c_function("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    limit_processes(setting["processes"])
+    enforce_process_limit(setting["processes"])
     lower_resource_limit(resource.RLIMIT_AS, setting["memory_bytes"])
     lower_resource_limit(resource.RLIMIT_CPU, int(setting["seconds"]) + 1)
     lower_resource_limit(resource.RLIMIT_FSIZE, FILE_BYTES)

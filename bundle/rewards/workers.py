@@ -48,7 +48,7 @@ class WorkerJudge:
         for process, first, end in zip(self.processes, bounds, bounds[1:], strict=False):
             process.begin_judging(texts[first:end], materials[first:end])
 
-    def collect_all_verdicts(self) -> list[Verdict]:
+    def assemble_verdicts(self) -> list[Verdict]:
         """Return the verdict on each answer."""
         verdicts = (verdict for process in self.processes for verdict in process.verdicts)
         for place, verdict in zip(self._places, verdicts, strict=True):

@@ -67,7 +67,7 @@ def compute_advantages(
     rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
     sizes = np.asarray(lengths, np.int64)
     truncated = np.zeros(len(rewards), np.bool_) if is_truncated is None else np.asarray(is_truncated, bool)
-    _check_sizes(rewards, groups, sizes, truncated, penalties)
+    _check_sizes_and_rewards(rewards, groups, sizes, truncated, penalties)
 
     is_judged = ~np.isnan(rewards)
     numbers, owner = np.unique(groups, return_inverse=True)
@@ -116,7 +116,7 @@ def compute_kl_penalties(
     return [
         coefficient * np.subtract(policy, other, dtype=np.float64)
         for policy, other in zip(log_probs, reference, strict=True)
-        if _require_same_shape(policy, other)
+        if _has_same_shape_or_raise(policy, other)
     ]
 
 
@@ -132,13 +132,13 @@ def compute_overlong_reward_terms(lengths: ArrayLike, longest: int, buffer: int)
     return -np.clip(excess / buffer, 0, 1)
 
 
-def _require_same_shape(policy: NDArray[Any], other: NDArray[Any]) -> bool:
+def _has_same_shape_or_raise(policy: NDArray[Any], other: NDArray[Any]) -> bool:
     if policy.shape != other.shape:
         raise ValueError(f"log_probs: shape {policy.shape} differs from the reference's, {other.shape}.")
     return True
 
 
-def _check_sizes(
+def _check_sizes_and_rewards(
     rewards: Floats,
     groups: NDArray[Any],
     lengths: NDArray[np.int64],

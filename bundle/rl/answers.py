@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bundle.data.questions import Question
 from bundle.data.tokenizers import Tokenizer
-from bundle.distributed.world import run_on_all_ranks
+from bundle.distributed.world import run_and_all_gather_results
 from bundle.rewards import Judgement, RewardPool, join_judgements
 from bundle.rollouts import Answer, Request, Rollout, Sampling
 
@@ -41,7 +41,7 @@ class AnswerBatch:
         return np.repeat(np.arange(len(self.questions)), self.group_size)
 
     @property
-    def prompts(self) -> list[tuple[int, ...]]:
+    def prompt_per_answer(self) -> list[tuple[int, ...]]:
         """The ids of each answer's question."""
         return [self.questions[group].ids for group in self.groups]
 
@@ -143,7 +143,9 @@ class AnswerSampler:
             )
         places = range(rank, len(questions), size) if rank < size else range(0)
         share, numbers = [questions[place] for place in places], [first + place for place in places]
-        parts = run_on_all_ranks(lambda: self._sample_and_judge_share(share, numbers, group_size, sampling))
+        parts = run_and_all_gather_results(
+            lambda: self._sample_and_judge_share(share, numbers, group_size, sampling)
+        )
         parts = [part for part in parts if part.questions]
         joined = join_batches(parts)
         # Rank r answered the questions r, r + size, ...: this restores the order of the questions.

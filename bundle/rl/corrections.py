@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bundle.engine.sums import SequenceSums
+from bundle.engine.sums import MicroBatchSequenceSums
 
 # Log-ratios are clamped to this before exp: e^20 is 4.9e8.
 LOG_RATIO_LIMIT = 20.0
@@ -62,7 +62,7 @@ class CorrectionWeights(NamedTuple):
 
 
 def compute_weights(
-    correction: Correction, difference: Tensor, is_learned: Tensor, sequences: SequenceSums | None
+    correction: Correction, difference: Tensor, is_learned: Tensor, sequences: MicroBatchSequenceSums | None
 ) -> CorrectionWeights:
     """Return the weights for `difference` = old - rollout log-probabilities [b, s / cp].
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bundle.data.samples import Ints, pack_best_fit, partition_into_equal_size_groups
+from bundle.data.samples import Ints, list_balanced_group_members, pack_best_fit
 from bundle.engine import MicroBatch
 from bundle.engine.microbatch import from_packing
 from bundle.mcore.groups import Groups
@@ -113,9 +113,9 @@ class BatchBuilder:
         count = -(-max(1, len(bins)) // (dp.size * (pp.size if self._groups.vpp > 1 else 1)))
         count *= pp.size if self._groups.vpp > 1 else 1
         missing = count * dp.size - len(bins)
-        share = partition_into_equal_size_groups(
-            np.concatenate([costs, np.zeros(missing, np.int64)]), dp.size
-        )[dp.rank]
+        share = list_balanced_group_members(np.concatenate([costs, np.zeros(missing, np.int64)]), dp.size)[
+            dp.rank
+        ]
         micro_batches = [numbers[bins[number]] if number < len(bins) else numbers[:0] for number in share]
         rows = 1 if recipe.data.packed else recipe.train.micro_batch_size_or_one
         filled = tuple(

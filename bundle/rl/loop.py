@@ -23,19 +23,19 @@ def train(trainer: "PolicyTrainer") -> None:
         if session.progress.step == rl.warm_start_steps:
             trainer.evaluate_and_write_metrics()
         is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_at_best_step
-        session.save_if_due_or_preempted(is_last=session.is_last_step, is_save_due=is_save_due)
+        session.save_if_due_or_preempted(is_last=session.has_finished_last_step, is_save_due=is_save_due)
 
-    while not session.is_last_step:
+    while not session.has_finished_last_step:
         before = session.progress.step
         batch = trainer.sample_answers()
         experience, advantages = trainer.build_experience(batch)
         result = trainer.learn(experience, advantages)
         trainer.report(batch, advantages, result, before)
-        if session.is_last_step or session.is_due(trainer.evaluation_interval, before):
+        if session.has_finished_last_step or session.is_due(trainer.evaluation_interval, before):
             trainer.evaluate_and_write_metrics()
         session.export_if_due(before)
         has_updated = session.progress.step > before  # a flat step leaves the best weights what they were
         is_save_due = session.is_due(recipe.checkpoint.interval, before) or (
             has_updated and trainer.is_at_best_step
         )
-        session.save_if_due_or_preempted(is_last=session.is_last_step, is_save_due=is_save_due)
+        session.save_if_due_or_preempted(is_last=session.has_finished_last_step, is_save_due=is_save_due)

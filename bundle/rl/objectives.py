@@ -14,7 +14,7 @@ from torch import Tensor
 from bundle.engine.losses import Reduction
 from bundle.engine.microbatch import MicroBatch
 from bundle.engine.scores import Scores
-from bundle.engine.sums import SequenceSums
+from bundle.engine.sums import MicroBatchSequenceSums
 from bundle.mcore.groups import Groups
 from bundle.rl.corrections import LOG_RATIO_LIMIT, Correction, compute_weights
 
@@ -120,13 +120,15 @@ class PolicyObjective:
         if self._settings.kind == "gspo" and micro_batch.learned_sequences is None:
             raise ValueError("mean: token is not allowed with GSPO. Build micro-batches with mean=sequence.")
 
-    def _build_sums(self, micro_batch: MicroBatch) -> SequenceSums | None:
+    def _build_sums(self, micro_batch: MicroBatch) -> MicroBatchSequenceSums | None:
         correction = self._settings.correction
         if self._settings.kind == "gspo" or (correction and correction.needs_sequences):
-            return SequenceSums(micro_batch.packing, self._cp)
+            return MicroBatchSequenceSums(micro_batch.packing, self._cp)
         return None
 
-    def _compute_ratio(self, change: Tensor, is_learned: Tensor, sequences: SequenceSums | None) -> Tensor:
+    def _compute_ratio(
+        self, change: Tensor, is_learned: Tensor, sequences: MicroBatchSequenceSums | None
+    ) -> Tensor:
         """Return r of each token; with GSPO that of its sequence, the gradient being the token's share.
 
         GSPO: arXiv 2507.18071, in its form for tokens, exp(log p - sg log p + sg log s).

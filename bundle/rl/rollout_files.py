@@ -16,7 +16,7 @@ from bundle.rewards import Judgement
 from bundle.rl.answers import AnswerBatch
 from bundle.rollouts import Answer
 
-_MAX_FILE_BYTES = 1 << 32  # bytes of a file
+_MAX_READABLE_FILE_BYTES = 1 << 32  # bytes of a file
 
 
 def find_path(directory: Path, number: int, attempt: int) -> Path:
@@ -35,7 +35,7 @@ def read_batch(path: Path, questions: Sequence[Question], group_size: int) -> An
 
     Raises UsageError where the file cannot be read, is damaged, or answers other questions.
     """
-    text = files.read_text_if_small(path, _MAX_FILE_BYTES)
+    text = files.read_text_if_small(path, _MAX_READABLE_FILE_BYTES)
     if text is None:
         raise UsageError(
             f"rl.rollout.path: {path} cannot be read. Name the folder `rollouts` of a run with as many steps."

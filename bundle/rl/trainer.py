@@ -16,10 +16,10 @@ from torch import Tensor
 
 from bundle.architectures.tensors import Tensors
 from bundle.backends import Runtime
-from bundle.data.questions import Question, Questions, prepare_questions
+from bundle.data.questions import Question, Questions, read_rl_prompts
 from bundle.data.samples import draw_permutation
 from bundle.distributed.watchdog import Watchdog
-from bundle.distributed.world import find_disagreements, run_on_all_ranks, run_on_rank_0
+from bundle.distributed.world import find_disagreements, run_and_all_gather_results, run_on_rank_0
 from bundle.engine import MicroBatch, Scores, StepResult
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.launch.job import Job
@@ -47,14 +47,14 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MAX_WEIGHT_RESENDS = 2  # of weights that all servers have lost, for the same answers
-_NO_IMAGES: NDArray[np.int64] = np.zeros((0, 3), np.int64)
+_NO_IMAGE_GRIDS: NDArray[np.int64] = np.zeros((0, 3), np.int64)
 
 
 class UpdateSizes(NamedTuple):
     """What an update learned from (`runs.session.SequenceAndImageSizes`)."""
 
     lengths: NDArray[np.int64]
-    grids: NDArray[np.int64] = _NO_IMAGES
+    grids: NDArray[np.int64] = _NO_IMAGE_GRIDS
 
 
 class PolicyTrainer:
@@ -185,7 +185,9 @@ class PolicyTrainer:
     def build_experience(self, batch: AnswerBatch) -> tuple[Experience, Advantages]:
         """Return the sequences with the values that the loss reads, and the advantages of the answers."""
         rl = self.settings
-        experience = Experience.from_answers(batch.prompts, [answer.ids for answer in batch.answers])
+        experience = Experience.from_answers(
+            batch.prompt_per_answer, [answer.ids for answer in batch.answers]
+        )
         rollout_log_probs: list[Floats] = [answer.log_probs for answer in batch.answers]
         values: dict[str, Sequence[NDArray[Any]]] = {"old_log_probs": rollout_log_probs}
         if rl.old_log_probs == "trainer":
@@ -223,7 +225,7 @@ class PolicyTrainer:
         ]
         result = None
         for sizes, micro_batches in prepared * rl.num_iterations:
-            if session.is_last_step:
+            if session.has_finished_last_step:
                 break
             result = session.make_update(
                 functools.partial(self._compute_gradients, sizes, micro_batches, divisor), 0
@@ -253,7 +255,9 @@ class PolicyTrainer:
                     values["reward/mean"],
                     session.progress.step,
                 )
-        elif session.is_last_step or session.is_due(session.recipe.train.log_interval, previous_step):
+        elif session.has_finished_last_step or session.is_due(
+            session.recipe.train.log_interval, previous_step
+        ):
             session.report_unreported_updates(result, values)
 
     def _estimate_seconds_left(self) -> dict[str, float]:
@@ -357,7 +361,7 @@ class PolicyTrainer:
             self._shared_memory.release_cache()
         with engine.runtime.megatron_calls():
             tensors = self._stream.publish(self.session.recipe.model.dtype, self._receiver)
-            run_on_all_ranks(lambda: self._rollout.sync(step, tensors))
+            run_and_all_gather_results(lambda: self._rollout.sync(step, tensors))
 
     def _build_sampling(self, step: int, *, is_greedy: bool = False) -> Sampling:
         rollout = self.settings.rollout
@@ -454,10 +458,10 @@ def _prepare_and_compare_questions(builder: SessionBuilder) -> Questions:
     prepared: list[Questions] = []
 
     def prepare() -> dict[str, str]:
-        prepared.append(prepare_questions(builder.recipe))
+        prepared.append(read_rl_prompts(builder.recipe))
         return dict(prepared[0].identity)
 
-    if differences := find_disagreements(run_on_all_ranks(prepare)):
+    if differences := find_disagreements(run_and_all_gather_results(prepare)):
         raise EnvironmentUnfit(
             "data.path: the ranks read different questions. Give every node the same files.", differences
         )
@@ -469,7 +473,7 @@ def _prepare_and_compare_questions(builder: SessionBuilder) -> Questions:
 def _start_on_ranks(start: Callable[[], T]) -> T:
     """Return the result of `start` on this rank. Raise on all ranks what one of them raises."""
     started: list[T] = []
-    run_on_all_ranks(lambda: started.append(start()))
+    run_and_all_gather_results(lambda: started.append(start()))
     return started[0]
 
 

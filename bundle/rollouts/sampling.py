@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Rows leave the batch when fewer than this share of them go on: to copy the cache costs about a token.
-_SHRINK_BELOW = 0.75
+_MIN_ACTIVE_ROW_SHARE = 0.75
 
 
 def draw_uniforms(sampling: Sampling, request: Request, count: int) -> "NDArray[np.float64]":
@@ -148,14 +148,14 @@ class _Batch:
         self._positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(ids)
         copies = torch.tensor([prompts[request.ids] for request in self._requests], device=device)
-        self._reorder_cache(copies)
+        self._gather_cache_rows(copies)
         return logits[copies]
 
     def _advance(self, tokens: Tensor) -> Tensor:
         """Return the logits behind these tokens [rows]; rows that ended may leave before."""
-        if int(self._is_open.sum()) < _SHRINK_BELOW * len(self._rows):
+        if int(self._is_open.sum()) < _MIN_ACTIVE_ROW_SHARE * len(self._rows):
             remaining = self._is_open.nonzero().squeeze(-1)
-            self._reorder_cache(remaining)
+            self._gather_cache_rows(remaining)
             self._rows, self._is_open = self._rows[remaining], self._is_open[remaining]
             tokens = tokens[remaining]
         self._positions = self._positions[:, -1:] + 1
@@ -163,7 +163,7 @@ class _Batch:
             self._mask = torch.cat((self._mask, self._mask.new_ones(len(self._rows), 1)), -1)
         return self._forward(tokens[:, None])
 
-    def _reorder_cache(self, indices: Tensor) -> None:
+    def _gather_cache_rows(self, indices: Tensor) -> None:
         """Take these rows of all that the model has computed, some of them more than once."""
         self._cache.reorder_cache(indices)
         self._positions = self._positions[indices]

@@ -59,7 +59,7 @@ class TransformersRollout:
         """
         model = self.synced_model
         assert self.version is not None
-        self._check_prompt_tokens(requests)
+        self._check_prompt_ids_in_vocabulary(requests)
         return sample_with_transformers(
             model, requests, sampling, version=self.version, batch_limit=self._batch_limit
         )
@@ -93,7 +93,7 @@ class TransformersRollout:
         """Release the weights; `generate` raises until the next sync."""
         self._model, self.version = None, None
 
-    def _check_prompt_tokens(self, requests: Sequence[Request]) -> None:
+    def _check_prompt_ids_in_vocabulary(self, requests: Sequence[Request]) -> None:
         """Raise UsageError with the questions that hold no token, or one that the model has not."""
         empty = [f"question {request.question}: it has no tokens" for request in requests if not request.ids]
         foreign = [

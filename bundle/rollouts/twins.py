@@ -138,7 +138,7 @@ class TransformersModelBuilder:
 
 def _build_empty_copy(model: Any) -> Any:
     """Return a copy of a model without values."""
-    empty = {id(parameter): _build_empty(parameter) for parameter in model.parameters()}
+    empty = {id(parameter): _build_meta_parameter(parameter) for parameter in model.parameters()}
     return copy.deepcopy(model, empty)
 
 
@@ -146,10 +146,10 @@ def _drop_parameter_values(model: Any) -> None:
     """Free the values of all parameters of a model; its buffers stay."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, _build_empty(parameter))
+            module.register_parameter(name, _build_meta_parameter(parameter))
 
 
-def _build_empty(parameter: Tensor) -> torch.nn.Parameter:
+def _build_meta_parameter(parameter: Tensor) -> torch.nn.Parameter:
     """Return a parameter of this shape and type without values."""
     return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 

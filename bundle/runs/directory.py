@@ -19,8 +19,8 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import LOCK_FILE, Start
 from bundle.planning import Problem
-from bundle.planning.inputs import InitialWeights, find_input_problems, inspect_weights, to_problems
-from bundle.planning.size import DiskUsage, estimate_disk
+from bundle.planning.inputs import InitialWeights, find_input_output_problems, inspect_weights, to_problems
+from bundle.planning.size import DiskUsage, estimate_checkpoint_export_disk
 from bundle.recipe import Recipe, list_differences, load
 from bundle.recipe.document import to_yaml
 
@@ -98,7 +98,7 @@ class RunDirectory:
     def estimate_disk(self, recipe: Recipe) -> DiskUsage:
         """Return the disk space of a run of that recipe, with what an earlier launch has written here."""
         steps = CheckpointDirectory(self.checkpoints).list_steps_newest_first()
-        return estimate_disk(recipe, self.root, len(steps), len(self.exports))
+        return estimate_checkpoint_export_disk(recipe, self.root, len(steps), len(self.exports))
 
     def read_job_file_stamp(self) -> tuple[int, int] | None:
         """Return a value that identifies the start that wrote the job file; None where there is none."""
@@ -127,11 +127,11 @@ class RunDirectory:
                 raise UsageError(f"{self.root}: there is no run to resume. Leave --resume out to start one")
             return False
         if start.fresh:
-            self._refuse_to_remove(start.origin)
+            self._refuse_removing_start_checkpoint(start.origin)
             return False
         if not start.resume and not self._has_progress():
             return False
-        if self.is_finished(recipe) and not start.resume:
+        if self.has_required_results(recipe) and not start.resume:
             raise UsageError(
                 f"{self.root}: this run is finished. --fresh overwrites it. To continue it with --resume,"
                 " raise train.steps, or change train.early_stop if an early stop ended it"
@@ -151,10 +151,10 @@ class RunDirectory:
     def describe_weights_and_problems(self, recipe: Recipe, start: Start) -> tuple[str, list[Problem]]:
         """Return a description of the model's first weights, and the problems of inputs and directory."""
         weights = self.find_initial_weights(recipe, start)
-        input_problems = find_input_problems(recipe, self.root, weights)
+        input_problems = find_input_output_problems(recipe, self.root, weights)
         return weights.description, [*input_problems, *self.find_problems(recipe, start)]
 
-    def is_finished(self, recipe: Recipe) -> bool:
+    def has_required_results(self, recipe: Recipe) -> bool:
         """Return whether the run has its result and `recipe` requires nothing more.
 
         More is required by more steps or epochs, by a missing export, and by another early stop, or none,
@@ -240,7 +240,7 @@ class RunDirectory:
             return ""
         return str(json.loads(self.origin.read_text(encoding="utf-8")).get("manifest", ""))
 
-    def clear_and_write_start(
+    def remove_results_and_write_start(
         self,
         recipe: Recipe,
         job: Mapping[str, Any],
@@ -353,7 +353,7 @@ class RunDirectory:
         try:
             if files.is_file(self.recipe) and self.recipe.read_bytes().startswith(_RECIPE_HEADER.encode()):
                 return
-            foreign_names = sorted(path.name for path in self.root.iterdir() if _is_new_run_obstacle(path))
+            foreign_names = sorted(path.name for path in self.root.iterdir() if _is_foreign_entry(path))
         except PermissionError as error:
             raise UsageError(
                 f"--run-directory {self.root}: cannot be read ({error.strerror}). Name another directory"
@@ -383,7 +383,7 @@ class RunDirectory:
                     " directory with --run-directory"
                 )
 
-    def _refuse_to_remove(self, start_from: Path | None) -> None:
+    def _refuse_removing_start_checkpoint(self, start_from: Path | None) -> None:
         if start_from is not None and start_from.resolve().is_relative_to(self.root.resolve()):
             raise UsageError(
                 f"--fresh would remove {start_from} before the run could start from it. Name another"
@@ -436,7 +436,7 @@ def _acquire_lock_or_time_out(file: TextIO) -> None:
             return
 
 
-def _is_new_run_obstacle(path: Path) -> bool:
+def _is_foreign_entry(path: Path) -> bool:
     """Return whether a path in a directory without a run prevents a run from beginning there."""
     if path.name in _ALLOWED_NAMES or path.name.startswith("."):
         return False

@@ -333,7 +333,7 @@ class TolerantSink:
             print(f"{text} ({error or type(error).__name__})", file=sys.stderr, flush=True)
 
 
-class MetricsWriter:
+class MetricsDispatcher:
     """Sends every report to each sink, and closes them at the end of a `with`; most ranks have no sinks."""
 
     def __init__(self, sinks: list[Sink]) -> None:

@@ -16,7 +16,7 @@ from bundle.recipe.sections import PrometheusSection as PrometheusSection
 
 _log = logging.getLogger(__name__)
 
-CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PREFIX = "mcore_bundle_"
 STEP, RESTARTS = "step", "restarts"
 _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
@@ -70,7 +70,7 @@ class PrometheusSink:
                     return
                 body = sink.render_text().encode()
                 self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Type", OPENMETRICS_CONTENT_TYPE)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

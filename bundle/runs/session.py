@@ -20,11 +20,11 @@ from bundle.distributed.watchdog import Watchdog
 from bundle.distributed.world import run_on_rank_0
 from bundle.engine import Engine, Losses, StepResult
 from bundle.errors import JobFailed, Preempted
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.models import exporting
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
-from bundle.runs.metrics import MetricsWriter, Profiler, Speed, replace_nonfinite
+from bundle.runs.metrics import MetricsDispatcher, Profiler, Speed, replace_nonfinite
 from bundle.runs.progress import Progress
 from bundle.runs.stragglers import Stragglers
 
@@ -57,7 +57,7 @@ class Session:
     directory: RunDirectory
     checkpoints: Checkpoints
     watchdog: Watchdog
-    metrics: MetricsWriter
+    metrics: MetricsDispatcher
     speed: Speed
     stragglers: Stragglers
     profiler: Profiler
@@ -82,11 +82,11 @@ class Session:
                 self._complete_checkpoint()
                 raise
             self._complete_checkpoint()
-            self.export()
+            self.write_configured_export()
             run_on_rank_0(lambda: self._write_result(describe_result()))
 
     @property
-    def is_last_step(self) -> bool:
+    def has_finished_last_step(self) -> bool:
         """True if the last update of the recipe was made."""
         return self.progress.step >= self.recipe.train.steps
 
@@ -108,7 +108,7 @@ class Session:
         started = time.perf_counter()
         with self.profiler.step(progress.step + 1):
             sizes = learn()
-            result = self.engine.step()
+            result = self.engine.step_optimizer()
         seconds = time.perf_counter() - started
         flops = self.speed.compute_flops_per_rank(sizes.lengths, sizes.grids)
         progress.count_update(seconds, flops, int(sizes.lengths.sum()), samples)
@@ -142,7 +142,7 @@ class Session:
         if is_told_to_stop and not is_last:
             raise Preempted(f"stopped by a signal at step {self.progress.step}; a checkpoint is saved")
 
-    def export(self, step: int | None = None) -> None:
+    def write_configured_export(self, step: int | None = None) -> None:
         """Write the model as `checkpoint.export` says; `step` is None for the export at the end."""
         kind = self.recipe.checkpoint.export
         if kind is None:
@@ -160,8 +160,8 @@ class Session:
     def export_if_due(self, previous_step: int | None = None) -> None:
         """Write an export before the last step if `checkpoint.export_interval` makes it due (`is_due`)."""
         is_due = self.is_due(self.recipe.checkpoint.export_interval, previous_step)
-        if self.progress.step and not self.is_last_step and is_due:
-            self.export(self.progress.step)
+        if self.progress.step and not self.has_finished_last_step and is_due:
+            self.write_configured_export(self.progress.step)
 
     def _save(self) -> None:
         progress, engine = self.progress, self.engine
@@ -171,7 +171,9 @@ class Session:
             "data": dict(self.identity),
             "task": self.task_state,
         }
-        state = TrainState(progress.step, progress.consumed_samples, digest_json(self.identity), carried)
+        state = TrainState(
+            progress.step, progress.consumed_samples, compute_short_json_digest(self.identity), carried
+        )
         with self.watchdog.extend_patience(f"saving step {progress.step}"):
             self.metrics.sync()
             self.checkpoints.save(state)

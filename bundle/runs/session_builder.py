@@ -13,11 +13,11 @@ from bundle.checkpoints import manifest, state
 from bundle.checkpoints.checkpoints import Checkpoints, LoadedCheckpoint
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
-from bundle.distributed.world import StopRequest, run_on_all_ranks, run_on_rank_0
+from bundle.distributed.world import StopRequest, run_and_all_gather_results, run_on_rank_0
 from bundle.engine import Engine, Objective
 from bundle.environment import packages
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch import events, outcomes
 from bundle.launch.job import Job
 from bundle.mcore import groups
@@ -26,7 +26,7 @@ from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.runs.directory import Origin, RunDirectory, refuse_impossible_continuation
 from bundle.runs.metrics import (
     JsonLines,
-    MetricsWriter,
+    MetricsDispatcher,
     Profiler,
     Sink,
     Speed,
@@ -104,7 +104,7 @@ class SessionBuilder:
             keep=recipe.checkpoint.keep,
             background=recipe.checkpoint.async_,
             base_digests=self._digest_base_weights(),
-            on_published=self._write_checkpoint_event,
+            on_published=self._print_checkpoint_event,
         )
         with self.watchdog.extend_patience("loading a checkpoint"):
             progress, task_state = self._restore(engine, checkpoints, recipe, identity, keep_reference)
@@ -152,7 +152,7 @@ class SessionBuilder:
         paths = self.weights.files if self.weights else []
         own_paths = paths[dist.get_rank() :: dist.get_world_size()]
         with self.watchdog.extend_patience("computing digests of the base weights"):
-            shares = run_on_all_ranks(
+            shares = run_and_all_gather_results(
                 lambda: {path.name: manifest.compute_digest(path) for path in own_paths}
             )
         return {name: digest for share in shares for name, digest in share.items()}
@@ -169,15 +169,17 @@ class SessionBuilder:
         origin = run_on_rank_0(self.directory.read_origin)
         if keep_reference is not None:
             if origin is not None:
-                self._load_origin_state_or_weights(checkpoints, recipe, weights_only=True)
+                self._restore_origin_or_load_weights(checkpoints, recipe, weights_only=True)
             keep_reference(engine)
         loaded = checkpoints.load_newest() if self.is_resumed else None
         if loaded is None and origin is not None:
-            loaded = self._load_origin_state_or_weights(checkpoints, recipe, weights_only=origin.weights_only)
+            loaded = self._restore_origin_or_load_weights(
+                checkpoints, recipe, weights_only=origin.weights_only
+            )
         if loaded is None:
             return Progress(), {}
         saved = loaded.state
-        if saved.data_digest != digest_json(identity):
+        if saved.data_digest != compute_short_json_digest(identity):
             raise UsageError(
                 f"{loaded.directory.name} was trained on other data. Restore that data, or start another"
                 f" run from these weights (--from {loaded.directory} --weights-only)",
@@ -189,7 +191,7 @@ class SessionBuilder:
         _log.info("continues after step %d", saved.step)
         return Progress.from_dump(saved.metrics["progress"]), dict(saved.metrics["task"])
 
-    def _load_origin_state_or_weights(
+    def _restore_origin_or_load_weights(
         self, checkpoints: Checkpoints, recipe: Recipe, *, weights_only: bool
     ) -> LoadedCheckpoint | None:
         """Load the checkpoint that `--from` names; return it, or None where only its weights are loaded."""
@@ -203,14 +205,14 @@ class SessionBuilder:
         refuse_impossible_continuation(checkpoint, loaded.state.step, recipe)
         return loaded
 
-    def _write_checkpoint_event(self, step: int) -> None:
+    def _print_checkpoint_event(self, step: int) -> None:
         if events.has_listener():
             path = CheckpointDirectory(self.directory.checkpoints).get_path(step).absolute()
             events.print_event("checkpoint", step=step, directory=str(path))
 
-    def _build_metrics(self, recipe: Recipe, step: int) -> MetricsWriter:
+    def _build_metrics(self, recipe: Recipe, step: int) -> MetricsDispatcher:
         if dist.get_rank() != 0:
-            return MetricsWriter([])
+            return MetricsDispatcher([])
         sinks: list[Sink] = [JsonLines(self.directory.metrics)]
         if recipe.metrics.tensorboard:
             sinks.append(TensorBoard(self.directory.tensorboard, step))
@@ -221,7 +223,7 @@ class SessionBuilder:
             except EnvironmentUnfit as error:  # a port that another program has taken ends no training
                 _log.warning("%s. The run continues without the endpoint.", error)
         sinks += start_trackers(recipe, self.directory)
-        return MetricsWriter([*sinks, build_terminal_sink(recipe.train.steps, step)])
+        return MetricsDispatcher([*sinks, build_terminal_sink(recipe.train.steps, step)])
 
 
 def find_weights_on_all_ranks(recipe: Recipe) -> PretrainedWeights | None:
@@ -235,7 +237,7 @@ def find_weights_on_all_ranks(recipe: Recipe) -> PretrainedWeights | None:
         weights.append(pretrained.find_recipe_weights(recipe))
         return str(weights[0] or "random weights")
 
-    descriptions = run_on_all_ranks(find_weights)
+    descriptions = run_and_all_gather_results(find_weights)
     if len(set(descriptions)) > 1:
         raise UsageError(
             f"model.path: ranks find different weights ({recipe.model.path}). Give all nodes the same files.",
@@ -279,15 +281,17 @@ def train_in_locked_directory(
 def _prepare_run_directory(job: Job, directory: RunDirectory) -> bool | None:
     """Write the start or the resume of a run; return whether it is a resume, None for a finished run."""
     recipe, origin = job.recipe, Origin.from_start(job.start)
-    versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().list_packages()}
+    versions = {
+        p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().list_tracked_packages()
+    }
     is_resumed = directory.decide_resume(recipe, job.start)
     if not is_resumed:
         if job.start.fresh:
             directory.reference.unlink(missing_ok=True)
             for answers in directory.rollouts.glob("step-*.jsonl"):
                 answers.unlink()
-        directory.clear_and_write_start(recipe, job.dump(), versions, origin)
-    elif directory.is_finished(recipe):
+        directory.remove_results_and_write_start(recipe, job.dump(), versions, origin)
+    elif directory.has_required_results(recipe):
         _log.info(directory.format_finished_run_advice())
         return None
     else:

@@ -18,7 +18,7 @@ import typer
 
 from bundle import files
 from bundle.errors import ExitCode, TargetUnavailable, UsageError, format_value
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
@@ -98,7 +98,7 @@ class DockerOptions:
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a size, such as 64g"
 
 
-def choose_current_user_or_owner(directory: Path) -> str:
+def choose_nonroot_user(directory: Path) -> str:
     """Return the user of a run's container where none is named: this user, in group 0, but never root.
 
     For root, it is the owner of the run directory, or the user of our images where root owns the directory.
@@ -109,13 +109,13 @@ def choose_current_user_or_owner(directory: Path) -> str:
 
 def get_job_directory(job: Job) -> Path:
     """Return the directory of a job's files in its run directory; no other job has this name."""
-    return job.directory.absolute() / "logs" / f"docker-{digest_json(job.dump())}"
+    return job.directory.absolute() / "logs" / f"docker-{compute_short_json_digest(job.dump())}"
 
 
 def build_container_name(job: Job, node_rank: int) -> str:
     """Return the name of the container of one node of a job; no other job has this name."""
     name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", job.recipe.name).strip("-.")
-    return f"mcore-bundle-{name}-{digest_json(job.dump())}-{node_rank}"
+    return f"mcore-bundle-{name}-{compute_short_json_digest(job.dump())}-{node_rank}"
 
 
 def build_node_command(
@@ -148,7 +148,7 @@ def build_node_command(
         *(["--network=host"] if job.nodes > 1 else []),
         *_list_device_options(job),
         *(_RDMA_OPTIONS if options.rdma else ()),
-        *(f"--volume={mount}" for mount in _list_volumes(job, options, workdir)),
+        *(f"--volume={mount}" for mount in _list_volume_mappings(job, options, workdir)),
         f"--workdir={workdir}",
         *(f"--env={name}" for name in options.environment),
         options.image,
@@ -166,10 +166,10 @@ def build_node_command(
 
 def list_mounts(job: Job, options: DockerOptions, workdir: Path) -> Sequence[Mount]:
     """Return the mounts of the container: the files of this machine that it sees."""
-    return [Mount.from_option(volume, workdir) for volume in _list_volumes(job, options, workdir)]
+    return [Mount.from_option(volume, workdir) for volume in _list_volume_mappings(job, options, workdir)]
 
 
-def _list_volumes(job: Job, options: DockerOptions, workdir: Path) -> Sequence[str]:
+def _list_volume_mappings(job: Job, options: DockerOptions, workdir: Path) -> Sequence[str]:
     volumes = [f"{path}:{path}" for path in dict.fromkeys((workdir, job.directory.absolute()))]
     return volumes + [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
 

@@ -31,7 +31,7 @@ def load_images() -> list[Image]:
     return [Image(**row) for row in json.loads(IMAGES_FILE.read_text())]
 
 
-def choose_image(job: Job, registry: str = LOCAL_BUILD_IMAGE_PREFIX) -> str:
+def find_matching_name(job: Job, registry: str = LOCAL_BUILD_IMAGE_PREFIX) -> str:
     """Return the name of our image for a job. Raise UsageError with all images where none fits."""
     images = [image for image in load_images() if image.backend == job.backend]
     candidates = [image for image in images if image.chip in ("", job.generation)]

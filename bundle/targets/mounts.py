@@ -27,7 +27,7 @@ class Mount(NamedTuple):
         return cls(workdir / target, workdir / source)
 
 
-def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> Iterator[str]:
+def find_unmounted_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> Iterator[str]:
     """Yield a message for every input of a job that is on this machine and that the mounts do not show.
 
     Ranks run in `workdir`, to which relative paths belong. `advice` is the remedy, in which {} stands for a

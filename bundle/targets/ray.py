@@ -18,7 +18,7 @@ import typer
 
 from bundle import capabilities, files
 from bundle.errors import ExitCode, TargetUnavailable, UsageError, format_value
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch.command import NODE_WAIT_SECONDS
 from bundle.launch.job import FILE_NAME, Job
 from bundle.targets.client import CLIENT_IMPORT_THREAD_LOCK
@@ -75,7 +75,7 @@ class RayOptions:
 
 def get_job_directory(job: Job) -> Path:
     """Return the directory of a job's files in its run directory; no other job has this name."""
-    return job.directory.absolute() / "logs" / f"ray-{digest_json(job.dump())}"
+    return job.directory.absolute() / "logs" / f"ray-{compute_short_json_digest(job.dump())}"
 
 
 def build_placement_bundles(job: Job) -> list[dict[str, float]]:
@@ -85,7 +85,7 @@ def build_placement_bundles(job: Job) -> list[dict[str, float]]:
     return [{"CPU": 1.0} | devices for _ in range(job.nodes)]
 
 
-def build_node_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
+def build_start_command_options(bundle: Mapping[str, float]) -> dict[str, str]:
     """Return the options of `ray start` for a machine with exactly the resources of a bundle."""
     option_names = {"CPU": "num-cpus", "GPU": "num-gpus"}
     options = {option_names[name]: f"{count:g}" for name, count in bundle.items() if name in option_names}

@@ -21,15 +21,15 @@ from pathlib import Path
 
 from bundle import files
 from bundle.errors import ExitCode, TargetUnavailable, UsageError
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch.job import Job
 from bundle.launch.orphans import prepare_parent_death_signal
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous, find_own_address
 from bundle.launch.starters import remove_starter_variables
 from bundle.targets.ray import (
     TOKEN_NAME,
-    build_node_start_options,
     build_placement_bundles,
+    build_start_command_options,
     describe_error,
     import_ray,
 )
@@ -40,7 +40,7 @@ _TEST_NET_PROBE_ADDRESS = "192.0.2.1"  # reserved, so nobody has it (RFC 5737); 
 _MOST_SILENT_POLLS = 5  # failed connections to the head in a row
 
 
-def build_start_arguments(job: Job, head: str, node_address: str, folder: Path | None) -> list[str]:
+def build_head_or_worker_arguments(job: Job, head: str, node_address: str, folder: Path | None) -> list[str]:
     """Return the arguments of `ray` on a machine with the address `node_address`.
 
     `head` is the head's ADDRESS:PORT. `folder` is where Ray writes on all machines; only the head gets it as
@@ -53,13 +53,13 @@ def build_start_arguments(job: Job, head: str, node_address: str, folder: Path |
         role_options += [f"--dashboard-host={LOOPBACK}"]
     return [
         *("start", "--block", "--disable-usage-stats", *role_options, f"--node-ip-address={node_address}"),
-        *(f"--{name}={value}" for name, value in build_node_start_options(bundle).items()),
+        *(f"--{name}={value}" for name, value in build_start_command_options(bundle).items()),
         # Its default is one fixed port, which two nodes on one machine cannot share.
         f"--dashboard-agent-listen-port={_find_free_port()}",
     ]
 
 
-def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], wait: int) -> int:
+def run_node(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], wait: int) -> int:
     """Start this machine's part of the cluster and return the exit code.
 
     On the first machine, run `drive` there and return its code; the others end when the first one has ended.
@@ -104,13 +104,13 @@ def _run_ray(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run Ray's processes of this machine within the context; they get no signals from our starter."""
     # The name comes from the secret token, so no other user can create the folder first.
-    folder = Path(tempfile.gettempdir()) / f"ray-{digest_json(files.read_text_if_small(token))}"
+    folder = Path(tempfile.gettempdir()) / f"ray-{compute_short_json_digest(files.read_text_if_small(token))}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts"),
-                *build_start_arguments(job, head, node_address, folder if is_head else None),
+                *build_head_or_worker_arguments(job, head, node_address, folder if is_head else None),
             ],
             env=remove_starter_variables(os.environ),
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bundle.data import Loader, SampleBatch
-from bundle.data.samples import BLANK_SAMPLE, SampleSizes
+from bundle.data.samples import BLANK_SAMPLE_NUMBER, SampleSizes
 from bundle.distributed.world import run_on_rank_0
 from bundle.engine import Engine, MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
@@ -65,7 +65,7 @@ class Batches:
         return {name: [self._build_micro_batch(batch) for batch in batches] for name, batches in batch_sets}
 
     def _build_micro_batch(self, batch: SampleBatch) -> MicroBatch:
-        cp, options = self._groups.cp, {**self._options, "images": self._build_images(batch)}
+        cp, options = self._groups.cp, {**self._options, "images": self._build_vision_model_inputs(batch)}
         row_tensors = batch.ids, batch.labels, batch.loss_mask
         if batch.lengths is None and batch.row_lengths is None:
             ids, labels, mask = (x.to(self._device) for x in row_tensors)
@@ -80,10 +80,10 @@ class Batches:
             micro_batch = from_packing(ids, labels, mask, packing, **options)
         if self.reference is None:
             return micro_batch
-        log_probs = np.where(batch.documents == BLANK_SAMPLE, 0.0, self.reference[batch.documents])
+        log_probs = np.where(batch.documents == BLANK_SAMPLE_NUMBER, 0.0, self.reference[batch.documents])
         return with_reference(micro_batch, torch.from_numpy(log_probs).float().to(self._device))
 
-    def _build_images(self, batch: SampleBatch) -> ImageInputs | None:
+    def _build_vision_model_inputs(self, batch: SampleBatch) -> ImageInputs | None:
         """Return the images and videos of a batch; None for a model without a vision tower."""
         if self._vision is None:
             return None
@@ -157,18 +157,18 @@ def train(session: Session, batches: Batches, early_stopping: EarlyStopping) -> 
         raise UsageError(
             "train.early_stop: too little data is held out for an evaluation. Raise data.validation"
         )
-    while not session.is_last_step and not early_stopping.reason:
+    while not session.has_finished_last_step and not early_stopping.reason:
         session.export_if_due()
         result = session.make_update(
             lambda: _run_forward_backward(engine, batches, progress.consumed_samples),
             recipe.train.global_batch_size,
         )
-        if session.is_due(recipe.train.log_interval) or session.is_last_step:
+        if session.is_due(recipe.train.log_interval) or session.has_finished_last_step:
             session.report_unreported_updates(result)
-        if validation and (session.is_due(recipe.train.eval_interval) or session.is_last_step):
+        if validation and (session.is_due(recipe.train.eval_interval) or session.has_finished_last_step):
             _evaluate(session, validation, early_stopping)
         session.save_if_due_or_preempted(
-            is_last=session.is_last_step or early_stopping.reason is not None,
+            is_last=session.has_finished_last_step or early_stopping.reason is not None,
             is_save_due=session.is_due(recipe.checkpoint.interval),
         )
 

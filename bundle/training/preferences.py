@@ -16,7 +16,7 @@ from torch import Tensor
 from bundle.engine.losses import Reduction
 from bundle.engine.microbatch import MicroBatch
 from bundle.engine.scores import Scores
-from bundle.engine.sums import SequenceSums
+from bundle.engine.sums import MicroBatchSequenceSums
 from bundle.mcore.groups import Groups
 from bundle.recipe.recipe import DPO
 
@@ -54,7 +54,7 @@ class PreferenceObjective:
         """Return [1 + PAIR_METRICS, b, s / cp]: for each token the loss of its pair, then its measures."""
         packing, weight, log_probs = micro_batch.packing, micro_batch.loss_mask, scores.log_probs
         assert micro_batch.reference_log_probs is not None, "pairs are made by `paired`"
-        sequences, learned = SequenceSums(packing, self._cp), weight > 0
+        sequences, learned = MicroBatchSequenceSums(packing, self._cp), weight > 0
         sums = sequences.sum_token_values(log_probs.detach().float().where(learned, 0))
         chosen, rejected = (self._beta * (sums - micro_batch.reference_log_probs)).view(-1, 2).unbind(1)
         margin = chosen - rejected

@@ -23,7 +23,7 @@ from torch import Tensor
 from bundle import files
 from bundle.data import Corpus, SampleBatch
 from bundle.distributed.watchdog import Watchdog
-from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
+from bundle.distributed.world import run_and_all_gather_results, run_on_rank_0
 from bundle.engine import Engine, MicroBatch
 from bundle.errors import JobFailed
 from bundle.pretrained import PretrainedWeights
@@ -61,7 +61,10 @@ class ReferenceIdentity(NamedTuple):
         entries = weights.entries.values() if weights else ()
         stats = [(path.name, _read_stat(path)) for path in sorted({entry.file for entry in entries})]
         weight_sources = [recipe.model.dump(), recipe.seed, stats, origin]
-        return cls(files.digest_json(tokens), files.digest_json(weight_sources) if initial else None)
+        return cls(
+            files.compute_short_json_digest(tokens),
+            files.compute_short_json_digest(weight_sources) if initial else None,
+        )
 
 
 def compute_log_probs(
@@ -93,7 +96,7 @@ def compute_log_probs(
     for host_batches, micro_batches in batches.iterate_all_samples():
         numbers = np.concatenate([batch.documents for batch in host_batches])
         is_document = numbers >= 0
-        if not any(run_on_all_ranks(partial(has_missing_log_probs, numbers[is_document]))):
+        if not any(run_and_all_gather_results(partial(has_missing_log_probs, numbers[is_document]))):
             continue
         if identity.weights is None:
             raise JobFailed(
@@ -102,7 +105,7 @@ def compute_log_probs(
             )
         scored = _compute_reference_token_log_probs(engine, micro_batches)
         sums = np.concatenate([_sum_log_probs(*pair) for pair in zip(scored, host_batches, strict=True)])
-        for rank_numbers, rank_sums in run_on_all_ranks(
+        for rank_numbers, rank_sums in run_and_all_gather_results(
             partial(_select_reporter_sums, numbers[is_document], sums[is_document], is_reporter=is_reporter)
         ):
             log_probs[rank_numbers] = rank_sums

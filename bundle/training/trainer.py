@@ -30,7 +30,7 @@ class Trainer:
         recipe, watchdog = builder.recipe, builder.watchdog
         cache_directory = choose_cross_run_cache_directory(recipe, builder.directory.root)
         self.corpus = prepare_on_ranks(recipe, cache_directory, watchdog)
-        if _has_hf_tokenized_answers(recipe) and not self.corpus.end_tokens:
+        if _has_hf_tokenized_training_answers(recipe) and not self.corpus.end_tokens:
             _log.warning(
                 "None of the first samples ends with an end-of-turn token, so the model will not learn to"
                 " stop. Check the chat template"
@@ -43,7 +43,7 @@ class Trainer:
             samples,
             self.corpus.identity,
             objective=None if recipe.dpo is None else PreferenceObjective(recipe.dpo, builder.groups),
-            end_tokens=self.corpus.end_tokens if _has_hf_tokenized_answers(recipe) else (),
+            end_tokens=self.corpus.end_tokens if _has_hf_tokenized_training_answers(recipe) else (),
         )
         self.early_stopping = EarlyStopping(
             recipe.train.early_stop, *self.session.task_state.get("early_stopping", ())
@@ -86,7 +86,7 @@ class Trainer:
         depths = "".join(f", MTP {depth} {loss:.4f}" for depth, loss in enumerate(losses.mtp, start=1))
         skipped = progress.skipped_updates
         left_out = f"; {skipped} of {progress.step} updates were skipped" if skipped else ""
-        entropy = corpus.conditional_byte_entropy
+        entropy = corpus.conditional_byte_entropy_nats
         pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
         if early:
             _log.info("stopping at step %d of %d: %s", progress.step, session.recipe.train.steps, early)
@@ -117,7 +117,7 @@ def _with_epoch_steps(recipe: Recipe, samples: int) -> Recipe:
     return counted_recipe
 
 
-def _has_hf_tokenized_answers(recipe: Recipe) -> bool:
+def _has_hf_tokenized_training_answers(recipe: Recipe) -> bool:
     """Return whether answers are learned in the model's own tokens."""
     return not recipe.task_traits.has_plain_text_rows and recipe.data.tokenizer.startswith("hf:")
 

@@ -28,7 +28,7 @@ from bundle.patches.megatron_core import (
     resolve_core_path_or_version,
 )
 from bundle.patches.plan import PatchPlan, Survey, survey_patches
-from bundle.verification.check import CHECKS, Check, Observation, Result, Status, judge
+from bundle.verification.check import CHECKS_BY_PATCH_ID, Check, Observation, Result, Status, judge
 
 ProcessStarter = Callable[[Path, Sequence[Sequence[str]], dict[str, str], float], None]
 _Process = subprocess.Popen[bytes]
@@ -65,9 +65,9 @@ def verify(
         for patch in selected
         if patch not in needed_patches
     } | {
-        patch.id: f"needs {CHECKS[patch.id].world} devices, but this machine has {devices}"
+        patch.id: f"needs {CHECKS_BY_PATCH_ID[patch.id].world} devices, but this machine has {devices}"
         for patch in selected
-        if devices is not None and CHECKS[patch.id].world > devices
+        if devices is not None and CHECKS_BY_PATCH_ID[patch.id].world > devices
     }
     unproven = (Result(patch, Status.NOT_PROVABLE, reason) for patch, reason in impossible.items())
     possible = [patch for patch in selected if patch.id not in impossible]
@@ -107,7 +107,7 @@ def _prove_patches(
 ) -> Iterator[Result]:
     needed_patches = list_needed_patches(patch_survey)
     # Checks of several ranks come first, while no process is ahead of another one.
-    checked = sorted(((p, CHECKS[p.id]) for p in patches), key=lambda pair: -pair[1].world)
+    checked = sorted(((p, CHECKS_BY_PATCH_ID[p.id]) for p in patches), key=lambda pair: -pair[1].world)
     orders: list[WorkOrder] = []
     for patch, check in checked:
         base_patches = _find_base_patches(patch, check, needed_patches)
@@ -176,7 +176,7 @@ def write_observation(directory: Path, order: WorkOrder, rank: int, observation:
         files.write_json(file, asdict(observation))
 
 
-def read_observations(directory: Path, order: WorkOrder, process_count: int) -> list[Observation]:
+def read_existing_observations(directory: Path, order: WorkOrder, process_count: int) -> list[Observation]:
     """Return what the ranks saw; fewer than there are ranks if some never answered."""
     files = (_get_observation_path(directory, order, rank) for rank in order.choose_ranks(process_count))
     return [Observation(**json.loads(file.read_text())) for file in files if file.exists()]
@@ -233,7 +233,7 @@ def _run_portion(
             # Checked before the answers are read: a process that has ended has answered before.
             has_ended = all(process.poll() is not None for process in running) or time.monotonic() > deadline
             for order in list(remaining):
-                observations = read_observations(directory, order, process_count)
+                observations = read_existing_observations(directory, order, process_count)
                 if len(observations) == order.world:
                     remaining.remove(order)
                     yield order, observations
@@ -245,7 +245,7 @@ def _run_portion(
             _kill_process_group(process)
     for order in remaining:  # a missing answer is reported as such
         died = Observation(raised="Died", message=read_last_lines(directory))
-        yield order, [*read_observations(directory, order, process_count), died]
+        yield order, [*read_existing_observations(directory, order, process_count), died]
 
 
 def _build_environment(backend: str, root: Path | None) -> dict[str, str]:

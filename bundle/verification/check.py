@@ -125,7 +125,7 @@ def build_check(measurement: str, *without: Raises | Gap, **rest: Any) -> Check:
     return Check(measurement=f"bundle.verification.measurements.{measurement}", without=without, **rest)
 
 
-CHECKS: dict[str, Check] = {  # by the patch's id
+CHECKS_BY_PATCH_ID: dict[str, Check] = {  # by the patch's id
     "mla-packed-qkv": build_check(
         "attention:measure_cp_packed_latent_attention",
         Raises("RuntimeError", "Sizes of tensors must match"),  # 0.12: a batch dimension of 1
@@ -155,7 +155,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         world=2,
     ),
     "cuda-attention-host-reads": build_check(  # bf16
-        "attention:measure_pack_without_host_sync",
+        "attention:measure_sync_free_pack_gap",
         Raises("RuntimeError", "synchronizing CUDA operation"),
         agreement=1e-2,
     ),
@@ -211,7 +211,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         agreement=1e-4,
     ),
     "cpu-moe-splits-on-host": build_check(
-        "experts:measure_split_expert_gradients", Raises("TypeError", "all_to_all"), world=2
+        "experts:measure_ep_expert_gradients", Raises("TypeError", "all_to_all"), world=2
     ),
     "router-without-te-gemm": build_check(
         "experts:measure_fp32_router", Raises("NameError", "te_general_gemm")
@@ -258,7 +258,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         "checkpoints:measure_checkpoint_code", Gap(1.0), agreement=0.0
     ),  # the code ran
     "offload-stale-weights": build_check(
-        "gradients:measure_offload_optimizer_reload", Gap(0.5), agreement=0.0
+        "gradients:measure_offload_late_weight_load", Gap(0.5), agreement=0.0
     ),
     "offload-resume-fp32": build_check(
         "gradients:measure_offload_adam_state_load", Raises("KeyError", "Parameter"), agreement=0.0

@@ -223,10 +223,10 @@ class BenchLayout(Groups):
         )
         ids, labels = ids.to(self.device), labels.to(self.device)
         return RankBatch(
-            packing.pack_concatenated(ids),
-            packing.positions,
-            packing.pack_concatenated(labels),
-            packing.pack_concatenated(torch.ones_like(labels, dtype=torch.float32)),
+            packing.pack_concatenated_tokens(ids),
+            packing.local_positions,
+            packing.pack_concatenated_tokens(labels),
+            packing.pack_concatenated_tokens(torch.ones_like(labels, dtype=torch.float32)),
             build_packed_seq_params(packing),
         )
 

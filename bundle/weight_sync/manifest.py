@@ -12,7 +12,7 @@ from bundle.architectures import Architecture
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, JobFailed, format_count
 from bundle.pretrained.directory import FP8, find_weights, limit_violations
-from bundle.pretrained.writing import OutputTensor
+from bundle.pretrained.writing import OutputTensorHeader
 
 Role = Literal["target", "draft"]
 # A server converts these into each other. A value of another kind loses its scale in silence.
@@ -24,12 +24,12 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 class SentTensor:
     """A tensor as it is sent; `digest` is the xxh3_128 of its bytes, `role` the model that loads it."""
 
-    stored: OutputTensor
+    stored: OutputTensorHeader
     role: Role
     digest: str
 
 
-class NameTable(NamedTuple):
+class ExpectedTensors(NamedTuple):
     """What the names of an architecture mean: `expected` shapes, the names of drafts, copies of others.
 
     `copies` are by name the tensors that they repeat: a tied head, the embedding of a draft.
@@ -40,7 +40,7 @@ class NameTable(NamedTuple):
     copies: Mapping[str, str]
 
     @classmethod
-    def from_architecture(cls, architecture: Architecture) -> "NameTable":
+    def from_architecture(cls, architecture: Architecture) -> "ExpectedTensors":
         """Return the table of an architecture; the tensors of MTP layers are those of a draft."""
         trunk, full = Tensors(replace(architecture, mtp_layers=0)), Tensors(architecture)
         expected = {name: shape for tensor in full for name, shape in tensor.list_published_shapes()}
@@ -62,7 +62,7 @@ class Manifest:
         """The size of all values."""
         return sum(tensor.stored.bytes for tensor in self.tensors.values())
 
-    def check_server_tensors(self, declared: Mapping[str, OutputTensor]) -> None:
+    def check_server_tensors(self, declared: Mapping[str, OutputTensorHeader]) -> None:
         """Raise JobFailed where the tensors are not those that the server's checkpoint declares."""
         violations = list(self._find_differences(declared))
         if violations:
@@ -93,7 +93,7 @@ class Manifest:
                 limit_violations(list(missing)),
             )
 
-    def _explain_misfit(self, stored: OutputTensor | None, sent: OutputTensor) -> str:
+    def _explain_misfit(self, stored: OutputTensorHeader | None, sent: OutputTensorHeader) -> str:
         weights = f"version {self.version} of the weights"
         if stored is None:
             if sent.name in self.tensors:
@@ -103,7 +103,7 @@ class Manifest:
         actual = f"{sent.dtype} {list(sent.shape)}"
         return f"is {actual}, but {was} in {weights}. Send the same tensors in every version."
 
-    def _find_differences(self, declared: Mapping[str, OutputTensor]) -> Iterator[str]:
+    def _find_differences(self, declared: Mapping[str, OutputTensorHeader]) -> Iterator[str]:
         accounted = {*self.tensors, *self.left_out}
         for name in declared:
             if name not in accounted and self.copies.get(name) not in accounted:
@@ -123,26 +123,26 @@ class Manifest:
                 yield f"dtype: {name} is {tensor.stored.dtype}, but the server has {server.dtype}"
 
 
-def describe_tensor(name: str, tensor: Tensor) -> OutputTensor:
+def describe_tensor(name: str, tensor: Tensor) -> OutputTensorHeader:
     """Return a tensor as files and servers name it."""
-    return OutputTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+    return OutputTensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def read_header_tensors(directory: Path) -> dict[str, OutputTensor]:
+def read_header_tensors(directory: Path) -> dict[str, OutputTensorHeader]:
     """Return the tensors that the files of a checkpoint declare, from their headers; {} without weights.
 
     Raise UsageError for files that cannot be read.
     """
     weights = find_weights(directory)
     return {
-        name: OutputTensor(name, entry.dtype, entry.as_stored.shape)
+        name: OutputTensorHeader(name, entry.dtype, entry.untransposed.shape)
         for name, entry in (weights.entries if weights else {}).items()
     }
 
 
-def build_declared_tensors(table: NameTable, dtype: str) -> dict[str, OutputTensor]:
+def build_expected_tensors(table: ExpectedTensors, dtype: str) -> dict[str, OutputTensorHeader]:
     """Return the tensors of an architecture, for a checkpoint of which there is the config alone."""
-    return {name: OutputTensor(name, dtype, tuple(shape)) for name, shape in table.expected.items()}
+    return {name: OutputTensorHeader(name, dtype, tuple(shape)) for name, shape in table.expected.items()}
 
 
 def compute_digest(values: bytes | memoryview) -> str:

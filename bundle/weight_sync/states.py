@@ -109,7 +109,7 @@ class FreeMemoryWait(NamedTuple):
     needed: int
     seconds: float = 10.0
 
-    def wait_for_trainer_memory(self) -> None:
+    def wait_until_trainer_fits(self) -> None:
         """Return when enough is free. Raise JobFailed after `seconds`."""
         deadline = time.monotonic() + self.seconds
         while (free := self.read()) < self.needed:
@@ -168,7 +168,7 @@ class SyncedReplica(Generic[R]):
                 self.replica.release(tag)
                 self.released.add(tag)
             if self._memory is not None:
-                self._memory.wait_for_trainer_memory()
+                self._memory.wait_until_trainer_fits()
 
     def sync(
         self,

@@ -92,7 +92,7 @@ def train(name: str, overrides: list[str], runtime: Any) -> tuple[list[Any], lis
         return out
 
     for module in engine.models[0].modules():
-        if isinstance(module, mcore.Adapter):
+        if isinstance(module, mcore.LowRankDelta):
             kind = f"{module._is_expert} {module._dim}"
             module.register_forward_pre_hook(lambda *_, kind=kind: current.__setitem__(0, kind))
     vars(mcore)["F"] = types.SimpleNamespace(**vars(F) | {"dropout": drop})
@@ -115,7 +115,7 @@ def compare_with_peft() -> float:
     from peft import LoraConfig, get_peft_model
 
     from bundle.mcore import groups
-    from bundle.mcore.adapters import Adapter, LowRankPair
+    from bundle.mcore.adapters import LowRankDelta, LowRankPair
     from bundle.recipe import Parallel
 
     groups.create_model_parallel_groups(Parallel(), seed=1, timeout_seconds=60)
@@ -139,7 +139,7 @@ def compare_with_peft() -> float:
         )
         for layer in layers
     ]
-    ours = Adapter(
+    ours = LowRankDelta(
         [pairs], [], (6, 4), 1, scale=2.0, dropout=0.3, dim=None, group=dist.group.WORLD, is_expert=False,
         sequence_parallel=False,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     gaps = [(named.parameter.main_grad - part(named, wanted[named.name])).abs().max() for named in matrices]
     found["gradients"] = float(max(gaps) / largest)
     norm = torch.stack([whole.square().sum() for whole in of_whole]).sum().sqrt()
-    found["norm"] = distance(torch.tensor(engine.step().grad_norm), norm)
+    found["norm"] = distance(torch.tensor(engine.step_optimizer().grad_norm), norm)
     stepped = load_file(directory / reference.STEPPED)
     found["step"] = max(distance(named.parameter, part(named, stepped[named.name])) for named in matrices)
 
@@ -147,7 +147,7 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
             kept, engine.checkpoint_modules, engine.optimizer, checkpoints.choose_sharding_type()
         )
     engine.forward_backward([of_rank])
-    engine.step()
+    engine.step_optimizer()
     if layout == ALONE:
         exporting.export_adapters(directory / SECOND, job, engine.models)
     second = reference.adapter(directory / SECOND)

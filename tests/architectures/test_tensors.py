@@ -63,7 +63,7 @@ def test_copies_are_those_of_the_embedding_and_of_the_head():
 )
 def test_copies_to_write_are_those_of_the_source_and_of_new_layers(source, wanted):
     architecture = from_config(CONFIGS["deepseek_v3"])
-    copies = Tensors(architecture).list_copies_to_write(source)
+    copies = Tensors(architecture).list_copies_matching_source(source)
     assert copies == [f"model.layers.{name}.weight" for name in wanted]
     written = {copy: tensor for tensor in Tensors(architecture, 1, copies) for copy in tensor.copy_names}
     assert written.keys() == set(copies)
@@ -77,8 +77,8 @@ def test_copies_to_write_are_those_of_the_source_and_of_new_layers(source, wante
 
 def test_a_tied_head_is_written_where_the_source_has_it():
     tied = Tensors(from_config(CONFIGS["mimo"]))
-    assert tied.list_copies_to_write([]) == []
-    assert tied.list_copies_to_write(["lm_head.weight"]) == ["lm_head.weight"]
+    assert tied.list_copies_matching_source([]) == []
+    assert tied.list_copies_matching_source(["lm_head.weight"]) == ["lm_head.weight"]
 
 
 def test_layers_that_no_family_publishes_have_no_published_names():

@@ -79,7 +79,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     from bundle.checkpoints.checkpoints import Checkpoints
     from bundle.checkpoints.directory import CheckpointDirectory
     from bundle.checkpoints.state import TrainState
-    from bundle.distributed.world import run_on_all_ranks
+    from bundle.distributed.world import run_and_all_gather_results
 
     engine = make_engine(CASE, runtime)
     kept = CheckpointDirectory(folder / "ours")
@@ -149,7 +149,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     dist.barrier()
     alone(full.remove_leftovers)
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
-    seen["any error"] = outcome(lambda: run_on_all_ranks(surprise))
+    seen["any error"] = outcome(lambda: run_and_all_gather_results(surprise))
     seen["after full disk"] = outcome(small.load_newest)
     seen["none"] = outcome(Checkpoints(CheckpointDirectory(folder / "none"), engine, keep=1).load_newest)
     return seen

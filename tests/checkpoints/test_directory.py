@@ -7,7 +7,7 @@ from bundle.checkpoints.directory import CheckpointDirectory
 
 
 def write(kept: CheckpointDirectory, step: int, keep: int = 2) -> None:
-    partial = kept.create_partial(step)
+    partial = kept.create_sole_partial(step)
     (partial / "weights").write_text(str(step))
     manifest.write(partial, {"weights": manifest.compute_digest(partial / "weights")})
     kept.publish(step, keep)
@@ -32,7 +32,7 @@ def test_the_newest_stay_and_latest_names_the_last(kept):
 
 def test_the_best_stays_whatever_comes_after_it_and_is_named(kept):
     for step, best in ((10, None), (20, 20), (30, 20), (40, 40), (50, 40), (60, 40)):
-        partial = kept.create_partial(step)
+        partial = kept.create_sole_partial(step)
         manifest.write(partial, {})
         kept.publish(step, 1, best)
     assert kept.list_steps_newest_first() == [60, 40]
@@ -93,7 +93,7 @@ def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(kept, tmp
 
 def test_an_interrupted_write_is_no_checkpoint_and_is_cleared_by_the_next(kept):
     write(kept, 100)
-    (kept.create_partial(200) / "half").write_text("x")
+    (kept.create_sole_partial(200) / "half").write_text("x")
     assert kept.list_steps_newest_first() == [100]
     write(kept, 300)
     assert not list(kept.root.glob(".*"))

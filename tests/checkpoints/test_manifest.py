@@ -90,7 +90,9 @@ def test_a_manifest_that_is_not_ours_is_refused(checkpoint, text):
 )
 def test_every_file_is_read_by_exactly_one_rank(names, world_size):
     shares = [
-        name for rank in range(world_size) for name in manifest.select_files_to_read(names, rank, world_size)
+        name
+        for rank in range(world_size)
+        for name in manifest.select_files_by_writer_rank(names, rank, world_size)
     ]
     assert sorted(shares) == sorted(names)
 
@@ -98,7 +100,7 @@ def test_every_file_is_read_by_exactly_one_rank(names, world_size):
 def test_a_rank_reads_what_it_wrote():
     names = ["megatron/__0_0.distcp", "megatron/__1_0.distcp", "random-00001.safetensors", "state.json"]
     assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(
-        manifest.select_files_to_read(names, 1, 2)
+        manifest.select_files_by_writer_rank(names, 1, 2)
     )
 
 

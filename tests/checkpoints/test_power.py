@@ -31,7 +31,7 @@ def good(root: Tree) -> None:
 
 
 def write(kept: CheckpointDirectory, step: int, keep: int) -> None:
-    partial = kept.create_partial(step)
+    partial = kept.create_sole_partial(step)
     (partial / "megatron").mkdir()
     for name in ("state.json", "megatron/weights"):
         (partial / name).write_bytes(content(step, name))

@@ -44,7 +44,7 @@ def make_engine(case: Case, runtime: Any) -> Any:
 def train_step(engine: Any, step: int) -> list[float]:
     """Returns [main loss, MTP losses.., gradient norm] of one step, whose rows depend only on its number."""
     engine.forward_backward(_micro_batches(engine, step))
-    result = engine.step()
+    result = engine.step_optimizer()
     losses = engine.take_losses()
     return [losses.main, *losses.mtp, result.grad_norm]
 

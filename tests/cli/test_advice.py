@@ -26,7 +26,7 @@ def write_rows(path, letters: int, count: int = 60) -> None:
 def begin_run(job) -> RunDirectory:
     """A run of three steps that was interrupted."""
     run = RunDirectory(job.default_run_directory)
-    run.clear_and_write_start(job, {}, {})
+    run.remove_results_and_write_start(job, {}, {})
     kept_by(run.root, job, 3)
     return run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.cli.building import LEAST_EPOCH_STEPS, TaskSpec, build_recipe
+from bundle.cli.building import TARGET_MIN_EPOCH_STEPS, TaskSpec, build_recipe
 from bundle.cli.request import JobRequest
 from bundle.errors import BundleError, UsageError
 from bundle.recipe import load
@@ -34,7 +34,7 @@ def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats
     assert recipe.data.sequence_length == 64 and 32 < lengths.max() <= 64
     assert (recipe.task, recipe.train.epochs, recipe.train.global_batch_size) == ("sft", 3, 1)
     assert (recipe.name, recipe.model.weights) == ("run", "load")
-    assert TaskSpec("dpo", "hub/Tiny_3!", [], lora=True).generated_recipe_name == "dpo-lora-tiny_3-"
+    assert TaskSpec("dpo", "hub/Tiny_3!", [], lora=True).run_name == "dpo-lora-tiny_3-"
 
 
 def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
@@ -42,7 +42,7 @@ def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
     built = build(tmp_path, data=rows, model=model)
     train, count = built.recipe.train, len(built.corpus.training)
     assert built.recipe.data.packed and built.recipe.data.sequence_length == 256
-    assert LEAST_EPOCH_STEPS <= count / train.global_batch_size < 2 * LEAST_EPOCH_STEPS
+    assert TARGET_MIN_EPOCH_STEPS <= count / train.global_batch_size < 2 * TARGET_MIN_EPOCH_STEPS
 
 
 def test_what_a_user_sets_wins_and_is_no_choice(model, chats, tmp_path):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import train
 from bundle.planning.output import format_disk
-from bundle.planning.size import estimate_disk
+from bundle.planning.size import estimate_checkpoint_export_disk
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
 from tests.command import run_bundle
@@ -30,7 +30,9 @@ def test_a_launch_that_sees_the_run_directory_says_whether_its_disk_has_the_room
     found = [line for line in done.stderr.splitlines() if "disk: " in line]
     assert len(found) == (1 if keep else 0), done.stderr
     for line in found:
-        needed = estimate_disk(load("demo", [keep.removeprefix("--set=")]), tmp_path / "run")
+        needed = estimate_checkpoint_export_disk(
+            load("demo", [keep.removeprefix("--set=")]), tmp_path / "run"
+        )
         assert format_disk(needed, tmp_path / "run").partition(";")[0] in line
         assert "NOT ENOUGH" in line and "checkpoint.keep" in line and f" {tmp_path}/run" in line
 
@@ -49,7 +51,7 @@ def test_train_says_it_on_the_first_node_and_starts_the_ranks(node, keep, tmp_pa
 
 def test_what_a_run_has_written_needs_no_room_again(tmp_path, monkeypatch):
     recipe = load("demo", ["checkpoint={keep: 3, export: hf, export_interval: 10}", "train.steps=40"])
-    fresh = estimate_disk(recipe, tmp_path)
+    fresh = estimate_checkpoint_export_disk(recipe, tmp_path)
     export = fresh.exports // 4
     run = RunDirectory(tmp_path / "run")
 
@@ -68,5 +70,5 @@ def test_what_a_run_has_written_needs_no_room_again(tmp_path, monkeypatch):
 
 def test_epochs_whose_steps_are_not_known_have_one_export_at_least():
     words = ["checkpoint={export: hf, export_interval: 10}", "train.steps=null", "train.epochs=3"]
-    once = estimate_disk(load("demo", ["checkpoint.export=hf"]), Path())
-    assert estimate_disk(load("demo", words), Path()).exports == once.exports > 0
+    once = estimate_checkpoint_export_disk(load("demo", ["checkpoint.export=hf"]), Path())
+    assert estimate_checkpoint_export_disk(load("demo", words), Path()).exports == once.exports > 0

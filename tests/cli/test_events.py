@@ -73,5 +73,5 @@ def test_only_lines_of_events_reach_standard_output(capsys):
     events.print_event("step", step=3)
     line = capsys.readouterr().out.rstrip("\n")
     for each in (line, "warning: slow", '{"foreign": 1}'):
-        events.route_event_or_log_line(each, "[1/8] ")
+        events.print_event_or_log_line(each, "[1/8] ")
     assert capsys.readouterr() == (f"{line}\n", '[1/8] warning: slow\n[1/8] {"foreign": 1}\n')

@@ -82,7 +82,8 @@ def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb, messages)
 
 def problems(directory, *overrides):
     return [
-        (int(p.code), p.text) for p in inputs.find_input_problems(load("demo", overrides), Path(directory))
+        (int(p.code), p.text)
+        for p in inputs.find_input_output_problems(load("demo", overrides), Path(directory))
     ]
 
 

@@ -68,28 +68,28 @@ def test_a_job_is_what_its_request_says(tmp_path):
     machines = Machines(nodes=2, hardware="h200")
     recipe = load("demo", ["train.global_batch_size=64"])
     planned = plan_job(recipe, request, machines, RECORD, fresh=True, weights="theirs")
-    job = planned.decide()
+    job = planned.to_job()
     assert (job.backend, job.nodes, job.per_node, job.megatron) == ("cuda", 2, 4, "0.17.1")
     assert (job.directory, job.start, job.image) == (tmp_path, Start(fresh=True), RECORD)
     assert job.allow_drift == ("mtp-zero-layers",) and planned.plan.weights == "theirs"
     with pytest.raises(UsageError, match="ascend"):
         plan_job(recipe, JobRequest(backend="ascend"), machines)
     with pytest.raises(UsageError, match="gone"):
-        plan_job(recipe, request, machines, RECORD, problems=[to_recipe_problem("gone")]).decide()
+        plan_job(recipe, request, machines, RECORD, problems=[to_recipe_problem("gone")]).to_job()
 
 
 def test_a_job_of_this_machine_has_the_record_of_its_image(tmp_path, monkeypatch):
     monkeypatch.setattr(image, "read_own_record", lambda: RECORD)
     recipe, request = load("demo"), JobRequest(run_directory=tmp_path)
-    assert plan_job(recipe, request).decide().image == RECORD
-    assert plan_job(recipe, request, record=None).decide().image is None
+    assert plan_job(recipe, request).to_job().image == RECORD
+    assert plan_job(recipe, request, record=None).to_job().image is None
 
 
 def test_a_megatron_that_is_imported_is_not_asked_for_again():
     core = packages.detect().megatron.core
     if core is None or core.version is None:
         pytest.skip("megatron-core is not installed")
-    assert train.put_megatron_on_path(JobRequest(mcore=core.version, resume=True)) == JobRequest(resume=True)
+    assert train.apply_and_clear_mcore(JobRequest(mcore=core.version, resume=True)) == JobRequest(resume=True)
 
 
 def test_the_start_of_a_run_is_inspected_with_its_directory_and_inputs(tmp_path):

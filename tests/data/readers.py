@@ -63,7 +63,7 @@ def main() -> None:
     with Watchdog(limit, logs, me.rank, me.local_rank) as dog:
         found = loader.prepare_on_ranks(recipe, where / "data", dog)
     (where.parent / f"said-{me.rank}").write_text(f"{found.tokens} tokens, wrote {len(written)}")
-    world.destroy()
+    world.destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_packs_fit_every_layout_and_are_the_same_at_each(rows, tmp_path, sft):
         batches = everything(prepare(made, tmp_path).training, 10)
         for batch in batches:
             assert batch.lengths is not None and batch.ids.shape == (1, sum(batch.lengths))
-            assert Alignment("thd", cp=cp).pad(batch.lengths, length=512).total_buffer_rows == 512
+            assert Alignment("thd", cp=cp).pad(batch.lengths, length=512).total_rows_over_cp_ranks == 512
         packs.append([(b.lengths, b.ids.tolist()) for b in batches])
     assert packs[0] == packs[1] == packs[2]
     assert any(len(lengths) > 2 for lengths, _ in packs[0])
@@ -212,8 +212,8 @@ def test_changed_data_is_named(rows, tmp_path, messages):
 
 
 def test_only_running_text_of_bytes_has_a_bigram_entropy(rows, tmp_path):
-    assert prepare(recipe(rows), tmp_path / "text").conditional_byte_entropy is not None
-    assert prepare(recipe(rows, "task=sft"), tmp_path / "chats").conditional_byte_entropy is None
+    assert prepare(recipe(rows), tmp_path / "text").conditional_byte_entropy_nats is not None
+    assert prepare(recipe(rows, "task=sft"), tmp_path / "chats").conditional_byte_entropy_nats is None
 
 
 def test_too_little_data_says_what_to_do(tmp_path, messages):
@@ -234,7 +234,7 @@ def test_the_demo_reads_the_standard_library(tmp_path):
     corpus = prepare(load("demo"), tmp_path)
     assert corpus.tokens > 5_000_000 and corpus.left_out.skipped_rows == ()
     assert corpus.identity["stdlib"].startswith("CPython")
-    assert corpus.conditional_byte_entropy == pytest.approx(2.42, abs=0.03)
+    assert corpus.conditional_byte_entropy_nats == pytest.approx(2.42, abs=0.03)
     share = len(corpus.validation["validation"]) / (
         len(corpus.training) + len(corpus.validation["validation"])
     )

@@ -10,7 +10,7 @@ import pytest
 from bundle.data import prepare, sources
 from bundle.data.sources import DataErrors, read_rows
 from bundle.errors import UsageError
-from bundle.planning.inputs import find_input_problems
+from bundle.planning.inputs import find_input_output_problems
 from bundle.recipe import load
 from bundle.recipe.datafiles import expand
 
@@ -218,14 +218,16 @@ def test_a_blend_may_have_sets_of_different_kinds(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines([{"text": "hello there, this is a text"}]))
     (tmp_path / "b.txt").write_text("hello there, this is another text")
     keys = [f"data.path=[{tmp_path}/a.jsonl, {tmp_path}/b.txt]", "data.weights=[1, 2]"]
-    assert not list(find_input_problems(job(*keys), tmp_path / "run"))
+    assert not list(find_input_output_problems(job(*keys), tmp_path / "run"))
     assert len(prepare(job(*keys), tmp_path / "tokens").stores) == 2
-    problems = list(find_input_problems(job(*keys[:1]), tmp_path / "run"))
+    problems = list(find_input_output_problems(job(*keys[:1]), tmp_path / "run"))
     assert len(problems) == 1 and "b.txt (text)" in problems[0].text
 
 
 def test_text_is_not_for_conversations_also_where_its_kind_is_found(tmp_path):
     (tmp_path / "b.txt").write_text("hello")
     for task in ("sft", "dpo"):
-        (problem,) = find_input_problems(job(f"task={task}", f"data.path={tmp_path}/b.txt"), tmp_path / "run")
+        (problem,) = find_input_output_problems(
+            job(f"task={task}", f"data.path={tmp_path}/b.txt"), tmp_path / "run"
+        )
         assert problem.text.startswith("data.path: ") and "jsonl" in problem.text

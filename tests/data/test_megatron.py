@@ -10,7 +10,7 @@ from bundle.checkpoints.state import list_data_changes
 from bundle.data import Loader, prepare
 from bundle.data.corpus import decode_first_samples, inspect
 from bundle.errors import UsageError
-from bundle.planning.inputs import find_input_problems
+from bundle.planning.inputs import find_input_output_problems
 from bundle.recipe import load
 from bundle.recipe.datafiles import expand
 from tests.data.test_indexed import build
@@ -49,7 +49,7 @@ def test_windows_run_through_the_tokens_as_they_lie_and_nothing_is_copied(built)
         assert batch.ids[0].tolist() == ids[number * LENGTH : number * LENGTH + LENGTH]
         assert batch.labels[0].tolist() == ids[number * LENGTH + 1 : number * LENGTH + LENGTH + 1]
     assert [path.name for path in (built / "data").glob("tokens*/*")] == ["facts.json"]
-    assert corpus.conditional_byte_entropy is None
+    assert corpus.conditional_byte_entropy_nats is None
 
 
 @pytest.mark.parametrize("packed", ["true", "false"])
@@ -137,7 +137,7 @@ def test_a_name_that_means_no_two_files_is_told_before_any_rank_starts(built, na
         expand([named], "megatron")
     (line,) = caught.value.violations
     assert line.startswith(f"data.path '{named}")
-    assert any(line in str(found) for found in find_input_problems(recipe([named]), built / "run"))
+    assert any(line in str(found) for found in find_input_output_problems(recipe([named]), built / "run"))
 
 
 def test_conversations_need_a_loss_mask_that_these_files_have_not():

@@ -7,7 +7,7 @@ import pytest
 
 from bundle.data import Loader, prepare
 from bundle.data.preferences import list_readable_columns, read_preference
-from bundle.data.samples import BLANK_SAMPLE
+from bundle.data.samples import BLANK_SAMPLE_NUMBER
 from bundle.data.sources import CorruptData
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -237,18 +237,24 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
             for end, size, number in zip(np.cumsum(lengths), lengths, batch.documents, strict=True):
                 at = slice(end - size, end)
                 letters = {chr(i) for i in ids[at][mask[at] > 0] if i < 256} - {"\n"}
-                assert letters <= ({"c"}, {"r"})[number % 2] if number != BLANK_SAMPLE else not mask[at].any()
-    real = [numbers for numbers in (*seen, *held) if BLANK_SAMPLE not in numbers]
+                assert (
+                    letters <= ({"c"}, {"r"})[number % 2]
+                    if number != BLANK_SAMPLE_NUMBER
+                    else not mask[at].any()
+                )
+    real = [numbers for numbers in (*seen, *held) if BLANK_SAMPLE_NUMBER not in numbers]
     assert (
         sorted(real) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        and len([n for n in held if BLANK_SAMPLE not in n]) == 1
+        and len([n for n in held if BLANK_SAMPLE_NUMBER not in n]) == 1
     )
-    assert all(set(numbers) == {BLANK_SAMPLE} for numbers in (*seen, *held) if BLANK_SAMPLE in numbers)
+    assert all(
+        set(numbers) == {BLANK_SAMPLE_NUMBER} for numbers in (*seen, *held) if BLANK_SAMPLE_NUMBER in numbers
+    )
 
 
 def test_what_a_recipe_may_say(rows, messages):
     larger = recipe(rows, "train.micro_batch_size=2")
-    assert recipe(rows).dpo.beta == 0.1 and larger.micro_batch_rows == 4
+    assert recipe(rows).dpo.beta == 0.1 and larger.micro_batch_full_rows == 4
     assert load("demo").dpo is None and recipe(rows).loss_mean == "sequence"
     for keys, named in (
         (["task=sft", "dpo.beta=0.2"], "dpo: "),

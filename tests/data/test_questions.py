@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bundle.data.questions import prepare_questions
+from bundle.data.questions import read_rl_prompts
 from bundle.data.samples import Blend
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -35,7 +35,7 @@ def build(*overrides, reward=EXACT, length=128, longest=16):
 
 def refuse(*overrides, **keys) -> list[str]:
     with pytest.raises(UsageError) as caught:
-        prepare_questions(build(*overrides, **keys))
+        read_rl_prompts(build(*overrides, **keys))
     assert caught.value.code == 2
     return list(caught.value.violations)
 
@@ -48,7 +48,7 @@ ROWS = [
 
 def test_rows_keep_every_column_and_are_rendered_up_to_the_answer(tmp_path):
     path = write(tmp_path / "train.jsonl", ROWS)
-    questions = prepare_questions(build(f"data.path={path}")).training
+    questions = read_rl_prompts(build(f"data.path={path}")).training
     assert [question.row for question in questions.questions] == ROWS
     texts = [bytes(question.ids).decode() for question in questions.questions]
     assert texts == [f"### User\n{row['prompt']}\n### Assistant\n" for row in ROWS]
@@ -84,7 +84,7 @@ def test_questions_are_what_transformers_renders(tmp_path, name):
         )
         for one in messages
     ]
-    questions = prepare_questions(recipe)
+    questions = read_rl_prompts(recipe)
     assert [list(question.ids) for question in questions.training.questions] == expected
     assert questions.stop[0] == tokenizer.eos_token_id
 
@@ -106,7 +106,7 @@ def test_rows_in_the_form_of_verl_are_read_as_they_are(tmp_path):
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     recipe = build(f"data.path={path}", "data.source=parquet", reward="{kind: exact}")
-    questions = prepare_questions(recipe).training.questions
+    questions = read_rl_prompts(recipe).training.questions
     assert [question.row for question in questions] == rows
     assert bytes(questions[3].ids) == b"### System\nAdd.\n### User\n1+3\n### Assistant\n"
 
@@ -119,7 +119,7 @@ def test_gsm8k_is_read_as_published(tmp_path):
         f"data.path={GSM8K}/train.jsonl", fields, "model.config.max_position_embeddings=4096",
         f"rl.evaluation={{path: [{GSM8K}/test.jsonl]}}", reward=reward, length=2048, longest=1024,
     )  # fmt: skip
-    questions = prepare_questions(recipe)
+    questions = read_rl_prompts(recipe)
     assert questions.evaluation is not None
     assert (len(questions.training), len(questions.evaluation)) == (7473, 1319)
     assert questions.training.questions[0].row["answer"].endswith("#### 72")
@@ -129,7 +129,7 @@ def test_gsm8k_is_read_as_published(tmp_path):
 def test_questions_are_drawn_as_samples_are(tmp_path, seed):
     small, large = write(tmp_path / "a.jsonl", ROWS[:2]), write(tmp_path / "b.jsonl", ROWS[2:])
     recipe = build(f"data.path=[{small}, {large}]", "data.weights=[0.25, 0.75]", f"seed={seed}")
-    questions = prepare_questions(recipe)
+    questions = read_rl_prompts(recipe)
     assert questions.training.sizes == (2, 3)
     order = Blend((2, 3), (0.25, 0.75), seed)
     drawn = [question.number for question in questions.draw(7, 40)]
@@ -145,27 +145,27 @@ def test_questions_are_drawn_as_samples_are(tmp_path, seed):
 
 def test_evaluation_rows_are_apart_and_keep_their_order(tmp_path):
     train, test = write(tmp_path / "train.jsonl", ROWS[:3]), write(tmp_path / "test.jsonl", ROWS[3:])
-    questions = prepare_questions(build(f"data.path={train}", f"rl.evaluation={{path: [{test}]}}"))
+    questions = read_rl_prompts(build(f"data.path={train}", f"rl.evaluation={{path: [{test}]}}"))
     assert questions.evaluation is not None
     assert [question.row for question in questions.evaluation.questions] == ROWS[3:]
     assert {question.number for question in questions.draw(0, 50)} == {0, 1, 2}
-    other = prepare_questions(build(f"data.path={train}", f"rl.evaluation={{path: [{train}]}}"))
+    other = read_rl_prompts(build(f"data.path={train}", f"rl.evaluation={{path: [{train}]}}"))
     assert other.identity != questions.identity
     assert questions.identity["questions"] == other.identity["questions"]
 
 
 def test_a_changed_column_is_another_identity(tmp_path):
     path = write(tmp_path / "train.jsonl", ROWS)
-    before = prepare_questions(build(f"data.path={path}")).identity
-    assert prepare_questions(build(f"data.path={path}")).identity == before
+    before = read_rl_prompts(build(f"data.path={path}")).identity
+    assert read_rl_prompts(build(f"data.path={path}")).identity == before
     write(path, [ROWS[0] | {"answer": "4"}, *ROWS[1:]])
-    assert prepare_questions(build(f"data.path={path}")).identity != before
+    assert read_rl_prompts(build(f"data.path={path}")).identity != before
 
 
 def test_stop_texts_are_tokens_beside_the_end_of_text(tmp_path):
     path = write(tmp_path / "train.jsonl", ROWS)
-    assert prepare_questions(build(f"data.path={path}")).stop == (256,)
-    questions = prepare_questions(build(f"data.path={path}", 'rl.rollout.stop=["\\n", ";"]'))
+    assert read_rl_prompts(build(f"data.path={path}")).stop == (256,)
+    questions = read_rl_prompts(build(f"data.path={path}", 'rl.rollout.stop=["\\n", ";"]'))
     assert questions.stop == (256, 10, ord(";"))
 
 
@@ -209,7 +209,7 @@ def test_a_row_that_cannot_be_asked_or_judged_is_corrupt(tmp_path, row, override
     (line,) = refuse(f"data.path={path}", *overrides, reward=reward)
     assert line.startswith(f"{path}:2: ") and key in line and value in line
     messages(line)
-    questions = prepare_questions(build(f"data.path={path}", "data.on_error=skip", *overrides, reward=reward))
+    questions = read_rl_prompts(build(f"data.path={path}", "data.on_error=skip", *overrides, reward=reward))
     assert (len(questions.training), questions.training.skipped) == (1, 1)
     assert questions.training.left_out == (line,)
 
@@ -221,7 +221,7 @@ def test_the_longest_answer_has_room_behind_the_longest_question(tmp_path, room)
         tmp_path / "train.jsonl", [{"prompt": "1+2=777", "answer": "3"}, {"prompt": "x", "answer": "3"}]
     )
     recipe = build(f"data.path={path}", "data.truncation=delete", length=room, longest=20)
-    questions = prepare_questions(recipe).training
+    questions = read_rl_prompts(recipe).training
     assert len(bytes(questions.questions[-1].ids)) == 25
     assert (len(questions), questions.deleted) == ((2, 0) if room == 51 else (1, 1))
 
@@ -245,7 +245,7 @@ def test_texts_alone_follow_each_other_and_the_rows_answer_ends_with_the_end_of_
     ]
     path = write(tmp_path / "train.jsonl", rows)
     built = build(f"data.path={path}", "data.template=none", "rl.warm_start_steps=1")
-    questions = prepare_questions(built).training.questions
+    questions = read_rl_prompts(built).training.questions
     assert [bytes(question.ids).decode() for question in questions] == ["1+2=", "é?"]
     assert [question.response for question in questions] == [(ord("3"), 256), (ord("a"), ord("b"), 256)]
 
@@ -253,9 +253,9 @@ def test_texts_alone_follow_each_other_and_the_rows_answer_ends_with_the_end_of_
 def test_an_own_answer_is_that_of_the_template_and_must_have_room(tmp_path):
     rows = [{"prompt": "1+2=", "response": "3", "answer": "3"}]
     path = write(tmp_path / "train.jsonl", rows)
-    (question,) = prepare_questions(build(f"data.path={path}", "rl.warm_start_steps=1")).training.questions
+    (question,) = read_rl_prompts(build(f"data.path={path}", "rl.warm_start_steps=1")).training.questions
     assert bytes(question.response[:-1]).decode() == "3\n" and question.response[-1] == 256
-    assert prepare_questions(build(f"data.path={path}")).training.questions[0].response == ()
+    assert read_rl_prompts(build(f"data.path={path}")).training.questions[0].response == ()
     write(path, [{**rows[0], "response": "9" * 200}])
     (line,) = refuse(f"data.path={path}", "rl.warm_start_steps=1")
     assert line.startswith(f"{path}:1") and "202" in line
@@ -264,7 +264,7 @@ def test_an_own_answer_is_that_of_the_template_and_must_have_room(tmp_path):
 def test_files_of_the_package_are_read_by_their_name():
     name = "builtin:arithmetic-test.jsonl"
     built = build(f"data.path={name}", "data.fields={prompt: question, response: answer}")
-    questions = prepare_questions(built).training.questions
+    questions = read_rl_prompts(built).training.questions
     assert len(questions) == 80 and questions[0].place == f"{name}:1"
     for question in questions:
         first, _, second = question.row["question"].rstrip("=").partition("+")
@@ -272,7 +272,7 @@ def test_files_of_the_package_are_read_by_their_name():
         assert all(int(a) + int(b) < 10 for a, b in zip(first, second, strict=True))
     for wrong in ("builtin:none.jsonl", "builtin:../demo.yaml", "builtin:"):
         with pytest.raises(UsageError) as caught:
-            prepare_questions(build(f"data.path={wrong}"))
+            read_rl_prompts(build(f"data.path={wrong}"))
         assert caught.value.code == 2 and wrong in str(caught.value)
 
 
@@ -282,5 +282,5 @@ def test_no_question_to_evaluate_with_is_learned():
         built = build(
             f"data.path=builtin:arithmetic-{name}.jsonl", "data.fields={prompt: question, response: answer}"
         )
-        rows[name] = {q.row["question"] for q in prepare_questions(built).training.questions}
+        rows[name] = {q.row["question"] for q in read_rl_prompts(built).training.questions}
     assert len(rows["train"]) == 320 and not rows["train"] & rows["test"]

@@ -70,7 +70,7 @@ def test_chatml_writes_and_learns_what_transformers_does_with_it(job, own):
     )
     assert made.decode(theirs["input_ids"]) == CHATML
     (store,) = prepare(recipe, Path(recipe.data.path[0]).parent / "tokens").stores
-    places = np.arange(store.starts[0], store.starts[0] + store.lengths[0])
+    places = np.arange(store.document_starts[0], store.document_starts[0] + store.lengths[0])
     assert store.ids[places].tolist() == theirs["input_ids"]
     assert read_loss_mask(store, places).tolist() == list(map(bool, theirs["assistant_masks"]))
 

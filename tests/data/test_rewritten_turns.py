@@ -130,7 +130,7 @@ def test_a_row_that_is_too_long_keeps_the_samples_that_still_teach_something(rec
     whole: Any
     (whole,) = prepare(recipe("data.validation=0"), tmp_path / "whole").stores
     longest = int(whole.lengths.argmax())  # of which the cut leaves no learned token
-    learned = whole.loss_mask[whole.starts[longest] :][: whole.lengths[longest]]
+    learned = whole.loss_mask[whole.document_starts[longest] :][: whole.lengths[longest]]
     room = int(np.flatnonzero(learned)[0])
     keys = ("data.validation=0", "data.truncation=right", f"data.sequence_length={room}")
     corpus = prepare(recipe(*keys), tmp_path / "cut")

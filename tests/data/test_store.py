@@ -37,7 +37,7 @@ def test_what_was_written_is_mapped_back(tmp_path):
     store = open_store(tmp_path / "s")
     assert store is not None and store.loss_mask is None
     assert store.ids.tolist() == [0, 0, 1, 0, 1, 2] and store.ids.dtype == np.uint16
-    assert (store.starts.tolist(), store.lengths.tolist()) == ([0, 1, 3], [1, 2, 3])
+    assert (store.document_starts.tolist(), store.lengths.tolist()) == ([0, 1, 3], [1, 2, 3])
     assert store.facts["skipped"] == ["file:1: wrong"] and store.facts["skipped_count"] == 1
     assert len(store.facts["sha256"]) == 64
 

@@ -42,7 +42,7 @@ def documents(corpus):
     """(ids, which are learned) of each, as text: what is learned in capitals."""
     (store,) = corpus.stores
     found = []
-    for start, length in zip(store.starts, store.lengths, strict=True):
+    for start, length in zip(store.document_starts, store.lengths, strict=True):
         ids, learned = (column[start : start + length] for column in (store.ids, store.loss_mask))
         text = "".join("$" if i == 256 else chr(i) for i in ids)
         found.append(

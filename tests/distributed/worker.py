@@ -58,7 +58,7 @@ def stop(me: Rendezvous) -> None:
 def hang(me: Rendezvous) -> None:
     """Rank 1 never comes to the second collective: its process is stopped, or reads a pipe without end."""
     group = dist.new_group([0, 1], group_desc="TENSOR_PARALLEL")
-    outcomes.publish_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
+    outcomes.publish_world_folder_to_launcher(Path("dumps"), me.node_rank, me.local_rank or 0)
     with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
         dist.all_reduce(torch.ones(2, 3), group=group)
         dog.report_progress("step 4")
@@ -80,7 +80,7 @@ def read_without_end() -> None:
 def alone(me: Rendezvous) -> None:
     """Megatron's MTP losses, reduced by the rank that writes metrics alone: it waits for one that went on."""
     runtime = backends.set_up_runtime("cpu")
-    outcomes.publish_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
+    outcomes.publish_world_folder_to_launcher(Path("dumps"), me.node_rank, me.local_rank or 0)
     with runtime.megatron_calls():
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -125,7 +125,7 @@ def main() -> None:
         another.detach()  # it stays open as long as this process lives
     world.initialize(me, world.open_store(me, minute), "gloo", minute)
     globals()[sys.argv[1]](me)
-    world.destroy()
+    world.destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def compare(bench: Bench, name: str, case: str, layout: str) -> float:
         batches, gaps = micro_batches(made, sequences_of(name), "bshd", "token"), []
         for expected in wanted:
             made.forward_backward(batches)
-            losses, result = made.take_losses(), made.step()
+            losses, result = made.take_losses(), made.step_optimizer()
             seen = {"loss": torch.tensor(losses.main), "norm": torch.tensor(result.grad_norm)}
             gaps.append(measure_gap({key: value.double() for key, value in seen.items()}, expected))
         own = parameters(made)

@@ -37,7 +37,7 @@ def clipped(bench: Bench) -> float:
         before = {name: p.detach().clone() for name, p in made.models[0].named_parameters()}
         made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"))
         whole = {name: gradient.clone() for name, (gradient, _) in gradients(made).items()}
-        result = made.step()
+        result = made.step_optimizer()
         assert result.grad_norm > 10 * LIMIT, result
         share, gaps = LIMIT / (result.grad_norm + 1e-6), []
         for name, parameter in made.models[0].named_parameters():
@@ -62,11 +62,11 @@ def left_out(bench: Bench) -> float:
         before = [p.detach().clone() for p in made.models[0].parameters()]
         poison = math.nan if dist.get_rank() == 1 else 1.0
         made.forward_backward(batches, lambda _, scores: scores.log_probs * poison)
-        result, rate = made.step(), made.optimizer.param_groups[0]["lr"]
+        result, rate = made.step_optimizer(), made.optimizer.param_groups[0]["lr"]
         still = all(torch.equal(a, b) for a, b in zip(before, made.models[0].parameters(), strict=True))
         told = not math.isfinite(result.grad_norm) and not result.updated and rate == result.learning_rate
         made.forward_backward(batches)
-        goes_on = made.step().updated and ready.call_count == 2 * optimizers
+        goes_on = made.step_optimizer().updated and ready.call_count == 2 * optimizers
         return 0.0 if still and told and goes_on else math.inf
 
 
@@ -75,11 +75,11 @@ def refused(bench: Bench) -> float:
     with engine(bench, _job()) as made:
         batches = micro_batches(made, texts(EVEN), "rows", "token")
         made.forward_backward(batches)
-        made.step()
+        made.step_optimizer()
         poison = math.nan if dist.get_rank() == 1 else 1.0
         made.forward_backward(batches, lambda _, scores: scores.log_probs * poison)
         try:
-            made.step()
+            made.step_optimizer()
         except JobFailed as error:
             return 0.0 if "step 2 " in str(error) else math.inf
         return math.inf
@@ -101,7 +101,7 @@ def compared(bench: Bench) -> float:
         wanted = [scores.log_probs for scores in made.compute_log_probs(batches)]
         for _ in range(2):
             made.forward_backward(batches)
-            made.step()
+            made.step_optimizer()
         before = [p.detach().clone() for p in made.models[0].parameters()]
         moved = [scores.log_probs for scores in made.compute_log_probs(batches)]
         seen = made.compute_reference_log_probs(batches)
@@ -109,7 +109,7 @@ def compared(bench: Bench) -> float:
         away = max(float((a - b).abs().max()) for a, b in zip(wanted, moved, strict=True))
         gap = max(float((a - b).abs().max()) for a, b in zip(wanted, seen, strict=True))
         made.forward_backward(batches)  # and it trains on as if nobody had asked
-        goes_on = made.step().updated
+        goes_on = made.step_optimizer().updated
         return gap if same and away > 1e-3 and goes_on else math.inf
 
 
@@ -144,11 +144,11 @@ def _unlearned(bench: Bench, job: Recipe, mean: str) -> float:
         nothing, something = (micro_batches(made, each, "rows", mean) for each in (silent, texts(EVEN)))
         before = [p.detach().clone() for p in made.models[0].parameters()]
         made.forward_backward(nothing)
-        result, losses = made.step(), made.take_losses()
+        result, losses = made.step_optimizer(), made.take_losses()
         still = all(torch.equal(a, b) for a, b in zip(before, made.models[0].parameters(), strict=True))
         told = result.updated and result.grad_norm == 0 and losses.tokens == 0 and math.isnan(losses.main)
         made.forward_backward(something)
-        goes_on = made.step().grad_norm > 0 and math.isfinite(made.take_losses().main)
+        goes_on = made.step_optimizer().grad_norm > 0 and math.isfinite(made.take_losses().main)
         return 0.0 if still and told and goes_on else math.inf
 
 

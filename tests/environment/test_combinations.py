@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bundle.environment import BACKENDS, compatibility, packages
-from bundle.environment.compatibility import EMULATED_DEVICE, Combination
+from bundle.environment.compatibility import EMULATED_ACCELERATOR, Combination
 from bundle.errors import UsageError
 
 
@@ -22,13 +22,15 @@ def row(core: str, *, backend: str = "cuda", torch: str = "2.11.0", **more: Any)
 
 
 def table(*rows: dict[str, Any], images: tuple[dict[str, Any], ...] = ()) -> compatibility.CombinationTable:
-    return compatibility.parse(json.dumps({"schema": 1, "combinations": rows, "images": images}), "a test")
+    return compatibility.parse_json(
+        json.dumps({"schema": 1, "combinations": rows, "images": images}), "a test"
+    )
 
 
 SEVERAL = table(
     row("0.16.1"),
     row("0.16.0", date="2026-02-01"),
-    row("0.19.2", device=EMULATED_DEVICE, date="2026-02-01"),
+    row("0.19.2", device=EMULATED_ACCELERATOR, date="2026-02-01"),
     row("0.19.2", torch="2.9.0"),
     row("0.19.2", torch="2.9.0", command="another", date="2025-01-01"),
     row("0.17.1", backend="cpu"),
@@ -101,7 +103,7 @@ def test_what_runs_now_is_written_as_it_is_read():
     from importlib.metadata import version
 
     here = packages.detect()
-    seen = compatibility.build_combination(here, "cpu", "cpu", ["it"], "a command", core="0.99.0")
+    seen = compatibility.build_proven_combination(here, "cpu", "cpu", ["it"], "a command", core="0.99.0")
     assert seen.packages["megatron-core"] == "0.99.0" and seen.packages["torch"] == version("torch")
     assert Combination.model_validate_json(seen.model_dump_json()) == seen
 

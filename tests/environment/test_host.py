@@ -2,35 +2,35 @@
 
 import math
 
-from bundle.environment.hardware import count_oom_kills, read_host
+from bundle.environment.hardware import count_oom_kills, read_host_limits
 from bundle.environment.machine import Machine
 from tests.environment.machines import recorded
 
 
 def test_cgroup_v1_limits_bind_from_above():
-    limits = read_host(recorded("cgroup-v1"))
+    limits = read_host_limits(recorded("cgroup-v1"))
     assert limits.memory.value == 8 * 2**30
     assert limits.memory.reason.endswith("/abc/memory.limit_in_bytes")
     assert limits.processors.value == 1.5
 
 
 def test_shared_memory_without_a_size_is_half_of_the_memory():
-    limits = read_host(recorded("cgroup-v1"))
+    limits = read_host_limits(recorded("cgroup-v1"))
     assert limits.shared_memory.value == 24684096 * 1024 / 2
 
 
 def test_the_last_mount_on_shm_counts():
-    assert read_host(recorded("h200-x2")).shared_memory.value == 268435456 * 1024
+    assert read_host_limits(recorded("h200-x2")).shared_memory.value == 268435456 * 1024
 
 
 def test_limits_and_unlimited():
-    limits = read_host(recorded("h100-container"))
+    limits = read_host_limits(recorded("h100-container"))
     assert (limits.locked_memory.value, limits.open_files.value, limits.stack.value) == (
         65536,
         20000,
         8388608,
     )
-    assert read_host(recorded("h200-x2")).locked_memory.value == math.inf
+    assert read_host_limits(recorded("h200-x2")).locked_memory.value == math.inf
 
 
 def test_the_limit_of_open_files_is_the_hard_one(tmp_path):
@@ -39,11 +39,11 @@ def test_the_limit_of_open_files_is_the_hard_one(tmp_path):
         (tmp_path / "proc/self/limits").write_text(
             f"Max open files            1024                 {hard}  files\n"
         )
-        assert read_host(Machine(tmp_path, {}, recorded("cgroup-v1").run)).open_files.value == value
+        assert read_host_limits(Machine(tmp_path, {}, recorded("cgroup-v1").run)).open_files.value == value
 
 
 def test_no_proc_is_unknown_not_an_error(tmp_path):
-    limits = read_host(Machine(tmp_path, {}, recorded("cgroup-v1").run))
+    limits = read_host_limits(Machine(tmp_path, {}, recorded("cgroup-v1").run))
     assert limits.memory.value is None
     assert "/proc/meminfo" in limits.memory.reason
     assert limits.processors.value is None
@@ -57,7 +57,7 @@ def test_hostile_files_are_unknown_not_an_error(tmp_path):
     (proc / "mountinfo").write_text("1 2 - \n 3 4 5 6 /sys/fs/cgroup rw - cgroup2\n")
     (proc / "status").write_text("Cpus_allowed_list:\tall\n")
     (proc / "limits").write_text("Max locked memory")
-    limits = read_host(Machine(tmp_path, {}, recorded("cgroup-v1").run))
+    limits = read_host_limits(Machine(tmp_path, {}, recorded("cgroup-v1").run))
     assert limits.memory.value is None
     assert limits.processors.value is None
     assert limits.locked_memory.value is None

@@ -95,11 +95,11 @@ def test_a_directory_of_the_same_name_is_no_package(tmp_path: Path):
 
 
 def test_nothing_is_installed_on_an_empty_path(tmp_path: Path):
-    assert stack(tmp_path).list_packages() == ()
+    assert stack(tmp_path).list_tracked_packages() == ()
 
 
 def test_this_environment_is_read_without_importing_what_it_holds():
-    packages = {package.name: package.version for package in detect().list_packages()}
+    packages = {package.name: package.version for package in detect().list_tracked_packages()}
     import importlib.metadata
 
     for name in ("torch", "numpy", "triton"):
@@ -107,7 +107,7 @@ def test_this_environment_is_read_without_importing_what_it_holds():
             assert packages[name] == importlib.metadata.version(name)
     script = (
         "import sys; from bundle.environment.packages import detect; "
-        "detect().list_packages(); print(*sys.modules)"
+        "detect().list_tracked_packages(); print(*sys.modules)"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

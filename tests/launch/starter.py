@@ -31,7 +31,7 @@ if __name__ == "__main__":
         tuple(arguments), where, 2, Path(logs).absolute(), wait=wait, module=module, **common(where.nodes)
     )
     try:
-        process.run(launch, os.environ)
+        process.run_ranks_once(launch, os.environ)
     except process.LaunchFailed as ended:
         print(ended, file=sys.stderr)
         sys.exit(int(ended.code))

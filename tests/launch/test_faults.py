@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bundle.launch import outcomes
-from bundle.launch.causes import PORT_IN_USE_MESSAGE
+from bundle.launch.causes import PORT_IN_USE_ADVICE
 from tests.launch.launched import ROOT, finish, gone, read_verdict, reserved, start
 
 WORKER = "tests.launch.worker"
@@ -115,7 +115,7 @@ def test_the_port_where_nodes_meet_is_taken(tmp_path, monkeypatch):
         node(monkeypatch, 0, "127.0.0.1", taken.getsockname()[1], 60)
         _, err = finish(start(tmp_path, WORKER, "well"), 5, SECONDS)
     cause = check_verdict(tmp_path, err, kind="launch", node="node0", rank=None, action="stop")
-    assert cause == PORT_IN_USE_MESSAGE
+    assert cause == PORT_IN_USE_ADVICE
 
 
 def test_nobody_is_where_the_nodes_meet(tmp_path, monkeypatch):

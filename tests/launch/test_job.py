@@ -14,7 +14,7 @@ from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
 from bundle.environment.packages import MegatronCopies, MegatronCopy
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch import Start
 from bundle.launch import job as job_file
 from bundle.launch.job import Job, find_misfits, from_plan, load, parse
@@ -74,7 +74,7 @@ def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choos
 def signed(document: dict) -> str:
     """A file that its writer wants to be taken for one of ours."""
     return json.dumps(
-        document | {"digest": digest_json({k: v for k, v in document.items() if k != "digest"})}
+        document | {"digest": compute_short_json_digest({k: v for k, v in document.items() if k != "digest"})}
     )
 
 

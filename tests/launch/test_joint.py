@@ -126,7 +126,7 @@ def test_a_node_that_may_start_again_leaves_when_all_have_ended_or_says_who_has_
 )
 def test_a_node_sees_that_the_ranks_of_another_have_ended_with_a_failure(tmp_path, clock, said, ends):
     where = Rendezvous(3, 0, "h", 1, "test", "said")
-    others = nodes.PeerVerdictWatcher(tmp_path, where)
+    others = nodes.PeerFailurePoll(tmp_path, where)
     clock[0] += 10
     assert not others.has_failed_peer_after_poll()  # whose ranks have not met
     here(tmp_path / "world-1", NAMES)
@@ -163,7 +163,7 @@ def test_running_nodes_look_at_each_other_the_more_seldom_the_more_they_are(
     assert nodes.get_verdict_seconds(count) == pytest.approx(limit)  # the last to notice is heard too
     here(tmp_path / "world-1", {rank: f"gpu{rank}" for rank in range(2)})
     (tmp_path / outcomes.WORLD_FOLDER_PATH_FILE).write_text(str(tmp_path / "world-1"))
-    peers = nodes.PeerVerdictWatcher(tmp_path, Rendezvous(count, 0, "gpu0", 29500, "flags", "given"))
+    peers = nodes.PeerFailurePoll(tmp_path, Rendezvous(count, 0, "gpu0", 29500, "flags", "given"))
     with asked(tmp_path / "world-1") as events:
         for _ in range(int(4 * 10 * interval)):
             clock[0] += 0.25

@@ -37,7 +37,7 @@ def test_what_the_kernel_sends_again_and_again_has_no_answer(tmp_path, monkeypat
     tables = [tmp_path / "tcp", tmp_path / "tcp6", tmp_path / "none"]
     tables[0].write_text(_TABLE)
     tables[1].write_text(_TABLE_6)
-    assert network.read_connections(tables) == NodeConnections(
+    assert network.read_established_connections(tables) == NodeConnections(
         "gpu07", ("10.0.0.1", "10.0.0.9", "2001:db8::1"), ("10.0.0.3", "10.0.0.8", "2001:db8::2")
     )
 

@@ -89,7 +89,7 @@ def test_a_node_lives_while_its_entry_changes_and_is_lost_when_it_no_longer_does
     watch(one, time, 1)
     assert {each.number for each in one.find_live_nodes()} == {0, 1}
     assert (
-        one.has_heartbeat_since_start([other.own_entry.token])
+        one.has_any_heartbeat_since_start([other.own_entry.token])
         and one.find_lost_nodes([other.own_entry.token]) == set()
     )
     for _ in range(7):
@@ -129,7 +129,8 @@ def test_what_an_earlier_start_left_neither_lives_nor_ends_this_one_and_is_remov
     last = one.read_newest_round()
     assert last is not None and last.members == (earlier.own_entry.token,)
     assert (
-        not one.has_heartbeat_since_start(last.members) and one.find_observed_exit_codes(last.members) == {}
+        not one.has_any_heartbeat_since_start(last.members)
+        and one.find_newly_recorded_exit_codes(last.members) == {}
     )
     assert one.find_ended_nodes(last.members) == set(last.members)
     made = plan_next_round(
@@ -137,7 +138,7 @@ def test_what_an_earlier_start_left_neither_lives_nor_ends_this_one_and_is_remov
         one.find_live_nodes(),
         one.find_ended_nodes(last.members),
         1,
-        continues=one.has_heartbeat_since_start(last.members),
+        continues=one.has_any_heartbeat_since_start(last.members),
     )
     assert made == Round(2, (one.own_entry.token,), False)
     one.create_round_if_absent(made)
@@ -154,7 +155,7 @@ def test_how_a_node_ended_is_known_to_who_saw_it_run(tmp_path, time):
     )
     other.update_entry(ended=verdict.dump())
     watch(one, time, 1)
-    assert one.find_observed_exit_codes([other.own_entry.token]) == {other.own_entry.token: 1}
+    assert one.find_newly_recorded_exit_codes([other.own_entry.token]) == {other.own_entry.token: 1}
     assert one.read_peer_verdict(other.own_entry.token) == verdict
     for _ in range(10):
         watch(one, time, 4)
@@ -255,7 +256,7 @@ def test_a_running_node_of_many_has_more_time(tmp_path, time, count, seconds):
     waits, runs = (Heartbeat(f"t{number}", number, 1, waits_for) for number, waits_for in ((1, 2), (2, None)))
     others = [Heartbeat(f"t{number}", number, 1, 2) for number in range(3, count)]
     for heartbeat in (waits, runs, *others)[: max(count - 1, 2)]:
-        (tmp_path / heartbeat.file_name).touch()
+        (tmp_path / heartbeat.encoded_file_name).touch()
     watch(spare, time, 1)
     time[0] += 29
     assert spare.find_lost_nodes(["t1", "t2"]) == set()
@@ -272,7 +273,7 @@ def test_heartbeats_of_running_nodes_are_rarer_the_more_they_are(tmp_path, time,
     one = NodeRegistry(tmp_path, 0, "gpu0", "h")
     one.update_entry(waits_for=1)
     for number in range(1, count):
-        (tmp_path / Heartbeat(f"t{number}", number, 1, 1).file_name).touch()
+        (tmp_path / Heartbeat(f"t{number}", number, 1, 1).encoded_file_name).touch()
     watch(one, time, 1)
     one.update_entry(waits_for=None)
     began, counts = time[0], []
@@ -308,7 +309,7 @@ def test_a_name_says_what_others_decide_by_and_a_listing_that_is_torn_takes_noth
     (tmp_path / shown).touch()  # as it was before, seen once more
     watch(one, time, 1)
     assert one.find_live_nodes()[0] == Heartbeat(other.own_entry.token, 1, 2)
-    (tmp_path / Heartbeat(other.own_entry.token, 1, 2).file_name).unlink()  # and by itself
+    (tmp_path / Heartbeat(other.own_entry.token, 1, 2).encoded_file_name).unlink()  # and by itself
     watch(one, time, 1)
     assert one.find_live_nodes()[0] == Heartbeat(other.own_entry.token, 1, 2)
 

@@ -91,7 +91,7 @@ def test_a_node_that_fails_in_another_launch_of_the_run_ends_nobody(tmp_path, mo
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     folder = tmp_path / "logs" / "node-1" / "1"
     folder.mkdir(parents=True)
-    starts = nodes.PeerStartFailureWatcher(folder, discover({}, nodes=2, node_rank=1, endpoint="node0:29500"))
+    starts = nodes.PeerStartFailurePoller(folder, discover({}, nodes=2, node_rank=1, endpoint="node0:29500"))
     assert starts.poll() == ""
     refusal = Verdict(ExitCode.USAGE, FailureKind.REFUSED, "another run is using it", node="gpu7")
     nodes.write_failed_start_verdict(
@@ -108,7 +108,7 @@ def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys
     waiting, said = RendezvousWait(where, tmp_path, 1800), []
     for tick in range(3600):
         seconds = tick / 2
-        waiting.log_missing_nodes()
+        waiting.log_missing_nodes_if_due()
         said += [seconds] if "node 1 of 3" in capsys.readouterr().err else []
     assert said == [10.5, 20.5, 40.5, 80.5, 160.5, 320.5, 640.5, 1280.5]
     assert not waiting.find_abort_reason() and not waiting.has_met_all_nodes

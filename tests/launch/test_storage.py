@@ -75,10 +75,10 @@ def test_a_log_folder_that_is_removed_is_no_file_system_that_is_gone(tmp_path, m
     folder = tmp_path / "logs"
     folder.mkdir()
     log_storage = storage.LogFileSystem(folder)
-    assert log_storage.find_failure() == "" and not list(folder.iterdir())
+    assert log_storage.find_write_failure() == "" and not list(folder.iterdir())
     folder.rmdir()
-    messages(log_storage.find_failure())
-    assert str(folder) in log_storage.find_failure() and "mount" not in log_storage.find_failure()
+    messages(log_storage.find_write_failure())
+    assert str(folder) in log_storage.find_write_failure() and "mount" not in log_storage.find_write_failure()
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import ExitCode
 from bundle.launch import verdict as verdicts
-from bundle.launch.causes import KERNEL_RULES, PORT_IN_USE_MESSAGE, RANK_RULES, FailureKind, RestartAction
+from bundle.launch.causes import KERNEL_RULES, PORT_IN_USE_ADVICE, RANK_RULES, FailureKind, RestartAction
 from bundle.launch.causes import find_cause as found_cause
 from bundle.launch.evidence import LaunchEvidence, RankLog
 from bundle.launch.hang import Collective, RankSnapshot
@@ -279,7 +279,7 @@ def test_without_any_rank_the_launch_itself_did_not_work(messages):
 )
 def test_a_port_that_is_taken_is_no_ranks_fault(said):
     found = judged(agent_log=f"torch.distributed.DistNetworkError: {said}\n")
-    assert found.sentence.startswith(PORT_IN_USE_MESSAGE)
+    assert found.sentence.startswith(PORT_IN_USE_ADVICE)
     assert (found.kind, found.action) == (FailureKind.LAUNCH, RestartAction.STOP)
 
 

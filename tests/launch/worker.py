@@ -50,7 +50,7 @@ def unfit() -> None:
 def mourn() -> None:
     """Breaks when a rank of the other node is gone, as one does whose connection is."""
     world = Path(os.environ["TEST_WORLD"])
-    outcomes.publish_world_folder(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    outcomes.publish_world_folder_to_launcher(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
     (world / f"ready-{RANK}").write_text(str(os.getpid()))
     peer = world / f"ready-{2 - RANK}" if RANK in (0, 2) else None
     deadline = time.monotonic() + 60
@@ -62,14 +62,14 @@ def mourn() -> None:
 
 
 def meet() -> None:
-    outcomes.publish_world_folder(Path("world").absolute(), 0, LOCAL_RANK)
+    outcomes.publish_world_folder_to_launcher(Path("world").absolute(), 0, LOCAL_RANK)
     sleep()
 
 
 def deaf() -> None:
     """Waits for a rank of the other node, and does not notice when that is gone."""
     world = Path(os.environ["TEST_WORLD"])
-    outcomes.publish_world_folder(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    outcomes.publish_world_folder_to_launcher(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
     (world / f"ready-{RANK}").touch()
     time.sleep(300)
 
@@ -104,7 +104,7 @@ def write() -> None:
 def talk() -> None:
     """Rank 0 and the first of the other node send to each other; all hang 2 s after `cut` is there."""
     world = Path(os.environ["TEST_WORLD"])
-    outcomes.publish_world_folder(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    outcomes.publish_world_folder_to_launcher(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
     address = (os.environ["MASTER_ADDR"], int(os.environ["TEST_PORT"]))
     peer: socket.socket | None = None
     if RANK == 0:

@@ -50,7 +50,7 @@ def train(case: Case, runtime) -> list[list[float]]:
     seen = []
     for _ in range(STEPS):
         engine.forward_backward(micro_batches)
-        result = engine.step()
+        result = engine.step_optimizer()
         losses = engine.take_losses()
         scores = torch.stack(
             [one.log_probs.double().sum() for one in engine.compute_log_probs(micro_batches)]

@@ -50,7 +50,7 @@ class Grouped(torch.nn.Module):
 
 def adapter(weights, *, missing: int | None = None, with_magnitudes: bool = False):
     """An adapter of these weights on one rank, and what it adds to rows of each; one expert may have none."""
-    from bundle.mcore.adapters import Adapter, LowRankPair
+    from bundle.mcore.adapters import LowRankDelta, LowRankPair
 
     shapes = (*SHAPES, (SIZES["out"],)) if with_magnitudes else SHAPES
     pairs = [LowRankPair(*(torch.nn.Parameter(torch.randn(*shape)) for shape in shapes)) for _ in weights]
@@ -71,7 +71,7 @@ def adapter(weights, *, missing: int | None = None, with_magnitudes: bool = Fals
         ratio = magnitude.double() / (weight + delta.detach()).norm(dim=1)
         return x.double() @ (ratio[:, None] * (weight + delta) - weight).T
 
-    made = Adapter(given, weights, [SIZES["out"]], 1, scale=SCALE, dropout=0.0, **alone)
+    made = LowRankDelta(given, weights, [SIZES["out"]], 1, scale=SCALE, dropout=0.0, **alone)
     return made, formula
 
 

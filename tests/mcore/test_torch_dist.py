@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint
 
 from bundle.errors import BundleError, JobFailed, UsageError
-from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
+from bundle.mcore.torch_dist import StackedTensorSlice, TorchDistCheckpoint, write
 
 STACKED = torch.arange(4 * 3 * 5).reshape(4, 3, 5).float()
 
@@ -137,7 +137,7 @@ def test_what_is_written_is_read_by_torch_and_had_no_checksums(tmp_path, sums, f
         return values[entry]
 
     parts = [
-        CheckpointEntry("a", (i,), (2,), (3, 5), torch.float32, functools.partial(of, i)) for i in range(2)
+        StackedTensorSlice("a", (i,), (2,), (3, 5), torch.float32, functools.partial(of, i)) for i in range(2)
     ]
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(sums)

@@ -31,7 +31,7 @@ def main(directory: Path, name: str, out: Path) -> None:
         made = groups.create_model_parallel_groups(job.parallel, seed=1, timeout_seconds=60)
         engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
         engine.forward_backward(micro_batches(engine, oracle.sequences_of(name), "bshd", "token"))
-        engine.step()
+        engine.step_optimizer()
         exporting.export(out, job, engine.models, made)
     seen, wanted = (
         {

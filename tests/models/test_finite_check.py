@@ -12,7 +12,7 @@ from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import ExitCode, JobFailed, UsageError
 from bundle.models import conversion, finite_check
-from bundle.models.conversion import HuggingFacePublishedTensors, find_differences
+from bundle.models.conversion import HuggingFaceDirectoryTensors, find_differences
 from bundle.models.finite_check import is_finite, refuse_nonfinite_weights
 from tests.command import ROOT, call_bundle, run_bundle
 from tests.models import test_loading, test_mxfp4
@@ -150,7 +150,7 @@ def test_an_import_names_all_and_leaves_what_was_there(tmp_path, messages):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert not list(
-        find_differences(HuggingFacePublishedTensors(found), HuggingFacePublishedTensors(found))
+        find_differences(HuggingFaceDirectoryTensors(found), HuggingFaceDirectoryTensors(found))
     ), "diff still reads it"
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from bundle.architectures import from_config, read_config
 from bundle.errors import UsageError
-from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
+from bundle.mcore.torch_dist import StackedTensorSlice, TorchDistCheckpoint, write
 from bundle.models import conversion
 from bundle.models.merging import find_base
 from bundle.pretrained.writing import PublishedModel
@@ -37,7 +37,7 @@ def recipe(directory, case) -> Recipe:
 def checkpoint(root, matrices) -> TorchDistCheckpoint:
     root.mkdir()
     parts = [
-        CheckpointEntry(name, (), (), tuple(value.shape), value.dtype, partial(torch.clone, value))
+        StackedTensorSlice(name, (), (), tuple(value.shape), value.dtype, partial(torch.clone, value))
         for name, value in matrices.items()
     ]
     write(root, parts, (), arguments={}, content_metadata={})

@@ -11,7 +11,7 @@ from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.models import loading
-from bundle.models.conversion import HuggingFacePublishedTensors
+from bundle.models.conversion import HuggingFaceDirectoryTensors
 from bundle.models.finite_check import FiniteCheck
 from bundle.models.mapped_files import MappedFiles
 from bundle.models.publishing import dequantize_mxfp4
@@ -59,7 +59,7 @@ def found_in(directory):
 
 
 def test_a_directory_in_mxfp4_is_what_transformers_loads(directory):
-    found, wanted = HuggingFacePublishedTensors(found_in(directory)), theirs(directory)
+    found, wanted = HuggingFaceDirectoryTensors(found_in(directory)), theirs(directory)
     stacks = [name for name in found.tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert len(stacks) == 2
     for name in stacks:

@@ -31,8 +31,8 @@ def local() -> Machine:
 
 if __name__ == "__main__":
     with (
-        patch.object(machine, "get_local_machine", local),
-        patch.object(hardware, "get_local_machine", local),
+        patch.object(machine, "build_local_machine", local),
+        patch.object(hardware, "build_local_machine", local),
         patch.object(acceptance, "PROGRAM_MODULE", "tests.npu.machine"),
         patch.object(acceptance, "PATCH_IDS_TO_VERIFY", ("mla-without-te-linear",)),
     ):

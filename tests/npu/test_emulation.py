@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
-from bundle.capabilities.cpu import REPLACEMENT_REASONS_BY_TARGET as CPU
+from bundle.capabilities.cpu import REPLACEMENT_REASON_BY_TORCH_NAME as CPU
 from tests.npu.child import emulated
 from tests.npu.probing import cases
 from tests.world import BACKEND, World

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bundle.environment.compatibility import EMULATED_DEVICE
+from bundle.environment.compatibility import EMULATED_ACCELERATOR
 from bundle.patches import mindspeed
 from tests.npu.child import Ended, emulated, ended
 from tests.npu.emulation import plugin
@@ -165,7 +165,7 @@ def test_models_train_through_it_with_the_losses_of_the_cpu(seen, trees, proven)
     compare(*seen)
     version = RELEASES.get(trees.branch.branch, "0.12.1")
     line = f"tiny models train through MindSpeed {trees.branch.branch} with the losses of the cpu"
-    proven(line, core=version, backend="ascend", device=EMULATED_DEVICE)
+    proven(line, core=version, backend="ascend", device=EMULATED_ACCELERATOR)
 
 
 def test_torch_npus_operators_were_called(seen):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bundle.environment.compatibility import EMULATED_DEVICE
+from bundle.environment.compatibility import EMULATED_ACCELERATOR
 from tests.backends.ascend.contract import SCHEMA, npu_fusion_attention
 from tests.npu.child import answer, child
 from tests.npu.refusing import answers
@@ -45,7 +45,7 @@ def test_our_call_goes_through_the_real_schema(proven):
     program = """
 import torch
 from bundle.backends.ascend.attention import AttentionCallShape, call_fused_attention, build_mask_arguments
-from bundle.environment.compatibility import EMULATED_DEVICE
+from bundle.environment.compatibility import EMULATED_ACCELERATOR
 from tests.backends.ascend.contract import registered
 library = registered()
 torch.manual_seed(0)
@@ -72,7 +72,7 @@ close = all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))
 print(torch.allclose(out, want, atol=1e-5), close, torch.allclose(square, plain, atol=1e-5))
 """
     assert answer(program) == "True True True"
-    proven("attention is called by torch-npu's own schema", backend="ascend", device=EMULATED_DEVICE)
+    proven("attention is called by torch-npu's own schema", backend="ascend", device=EMULATED_ACCELERATOR)
 
 
 def test_without_torch_npu_the_bundle_says_so():

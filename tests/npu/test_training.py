@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bundle.environment.compatibility import EMULATED_DEVICE
+from bundle.environment.compatibility import EMULATED_ACCELERATOR
 from tests.npu.training import CASES, Case
 from tests.world import World
 
@@ -52,7 +52,10 @@ def test_losses_and_gradient_norms_are_the_cpus(seen, proven):
     compare((case.name for case in cases), npu, cpu)
     core = None if both.npu.tree is None else both.version
     proven(
-        "tiny models train with the losses of the cpu", core=core, backend="ascend", device=EMULATED_DEVICE
+        "tiny models train with the losses of the cpu",
+        core=core,
+        backend="ascend",
+        device=EMULATED_ACCELERATOR,
     )
 
 

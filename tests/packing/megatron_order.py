@@ -14,7 +14,7 @@ def positions_are_where_the_embedding_looks(cp, rank):
         _get_thd_freqs_on_this_cp_rank(rank, cp, torch.empty(rows // cp), table)
         for rows in packing.padding.padded_lengths_with_tail
     ]
-    assert torch.equal(packing.positions[0], torch.cat(expected).flatten()), (cp, rank)
+    assert torch.equal(packing.local_positions[0], torch.cat(expected).flatten()), (cp, rank)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ def everything(count, device):
     ids = torch.ones(sum(lengths), dtype=torch.int64, device=device)
     routes = torch.ones(sum(lengths), 4, 2, dtype=torch.int16, device=device)
     packing.repeat_per_packed_row(torch.ones(count, device=device))
-    shard = packing.pack_concatenated(routes, fill=3)
+    shard = packing.pack_concatenated_tokens(routes, fill=3)
     return (
-        *(packing.pack_concatenated(ids, roll=roll) for roll in (0, 1, 2)),
-        *(packing.positions, packing.valid, packing.cu_seqlens, packing.cu_seqlens_padded),
+        *(packing.pack_concatenated_tokens(ids, roll=roll) for roll in (0, 1, 2)),
+        *(packing.local_positions, packing.valid, packing.cu_seqlens, packing.cu_seqlens_padded),
         *packing.split_concatenated(packing.unpack_gathered_shards(torch.cat((shard, shard)))),
     )
 

@@ -28,7 +28,7 @@ def test_an_unpacked_batch_is_a_packing_of_equal_lengths(cp, rows, chunk):
     x = torch.arange(rows * s).view(rows, s)
     for rank in range(cp):
         packing = Packing.from_lengths([s] * rows, Alignment("bshd", cp=cp), rank=rank)
-        assert torch.equal(packing.pack_concatenated(x.flatten()), shard(x, cp, rank))
+        assert torch.equal(packing.pack_concatenated_tokens(x.flatten()), shard(x, cp, rank))
 
 
 def test_rows_that_do_not_divide_are_refused(messages):

@@ -5,7 +5,7 @@ from pathlib import Path
 from bundle.environment.packages import InstalledPackages
 from bundle.environment.search import build_search_path
 from bundle.patches.audit import ENTRIES, Audit, audit
-from bundle.patches.entry import Patch, add_universal_features
+from bundle.patches.entry import Patch, parse_job_features_or_all
 from bundle.patches.megatron_core import ReviewTable, load_review_table, resolve_core_path_or_version
 
 ALONE = InstalledPackages(build_search_path([], "", Path("/")))  # no framework
@@ -17,7 +17,7 @@ def audited(version: str, features: str = "", table: ReviewTable | None = None) 
         resolve_core_path_or_version(version, table),
         table,
         ALONE,
-        add_universal_features(features.split(",")),
+        parse_job_features_or_all(features.split(",")),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.patches.definitions import DeclaredDefinitions
+from bundle.patches.definitions import EvidenceDefinitions
 from bundle.patches.entry import Presence
 from tests.patches.test_spellings import ENTRIES, Edit
 from tests.patches.trees import Release, edited, written
@@ -250,7 +250,7 @@ def test_a_spelling(
 ):
     found = ENTRIES[entry]
     definitions = edited(release(version), {module: edits})
-    assert found.defect(DeclaredDefinitions(definitions, frozenset(found.evidence_targets))) is expected
+    assert found.defect(EvidenceDefinitions(definitions, frozenset(found.evidence_targets))) is expected
 
 
 ROUTED = (
@@ -277,6 +277,6 @@ def test_what_a_tree_does_not_know_yet_is_not_wrong_there(
     }
     found = ENTRIES[entry]
     assert (
-        found.defect(DeclaredDefinitions(written(tmp_path, tree), frozenset(found.evidence_targets)))
+        found.defect(EvidenceDefinitions(written(tmp_path, tree), frozenset(found.evidence_targets)))
         is expected
     )

@@ -18,7 +18,7 @@ METHOD = "        self._apply_expert_bias(routing_map)\n        return probs"
 
 
 def reviewed(definitions: Definitions) -> tuple[str, ...]:
-    found = DefectReader(None, definitions, load_review_table()).read_unreviewed_seam(
+    found = DefectReader(None, definitions, load_review_table()).read_seam_fingerprints(
         Seam(id="s", targets=(ROUTING,), use="", why="")
     )
     assert found is not None

@@ -6,9 +6,9 @@ import pytest
 
 from bundle.patches.decision_rules import (
     PatchContext,
+    build_seam_drift_warning,
     decide_patch,
     decide_trap,
-    find_seam_drift,
     mark_conflicts,
 )
 from bundle.patches.entry import (
@@ -315,12 +315,12 @@ SEAM = Seam(id="s", targets=(TARGET,), use="called by the engine", why="Why.", w
 
 
 def test_a_changed_seam_is_a_warning_and_a_reviewed_one_is_nothing(messages):
-    assert find_seam_drift(SEAM, None, IN) is None
-    assert find_seam_drift(SEAM, REVIEWED, IN) is None
+    assert build_seam_drift_warning(SEAM, None, IN) is None
+    assert build_seam_drift_warning(SEAM, REVIEWED, IN) is None
     for reading in (CHANGED, GONE):
-        decision = find_seam_drift(SEAM, reading, IN)
+        decision = build_seam_drift_warning(SEAM, reading, IN)
         assert decision is not None and decision.action is PatchAction.DRIFT and not decision.stops
         assert TARGET in decision.reason and SEAM.use in decision.reason
         messages(decision.reason)
-    assert find_seam_drift(SEAM, CHANGED, replace(IN, features=frozenset({"mla"}))) is None
-    assert find_seam_drift(SEAM._replace(range="<0.17"), GONE, IN) is None
+    assert build_seam_drift_warning(SEAM, CHANGED, replace(IN, features=frozenset({"mla"}))) is None
+    assert build_seam_drift_warning(SEAM._replace(range="<0.17"), GONE, IN) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.patches.definitions import DeclaredDefinitions, Definitions
+from bundle.patches.definitions import Definitions, EvidenceDefinitions
 from bundle.patches.source import SourceTree, UnreadableSource
 from tests.patches.trees import written
 
@@ -177,7 +177,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path):
 
 
 def test_a_defect_reads_only_what_its_patch_declares(tmp_path: Path):
-    evidence = DeclaredDefinitions(written(tmp_path, TREE), frozenset({"pkg.base:plain"}))
+    evidence = EvidenceDefinitions(written(tmp_path, TREE), frozenset({"pkg.base:plain"}))
     assert evidence["pkg.base:plain"] is not None
     with pytest.raises(KeyError, match="not declared"):
         evidence["pkg.base:alias"]

@@ -8,9 +8,9 @@ from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import (
     FEATURES,
-    UNIVERSAL_FEATURES,
-    add_universal_features,
+    IMPLICIT_EXTERNAL_FEATURES,
     format_non_implicit_features,
+    parse_job_features_or_all,
 )
 
 
@@ -20,7 +20,7 @@ def test_the_words_are_those_that_the_list_asks_for():
     }
     asked |= {word for trap in TRAPS for word in trap.unless}
     assert set(FEATURES) == asked
-    assert set(FEATURES) >= UNIVERSAL_FEATURES and list(FEATURES) == sorted(FEATURES)
+    assert set(FEATURES) >= IMPLICIT_EXTERNAL_FEATURES and list(FEATURES) == sorted(FEATURES)
 
 
 def test_the_page_explains_every_word():
@@ -28,18 +28,18 @@ def test_the_page_explains_every_word():
     assert [f"| `{word}` | {meaning} |" in page for word, meaning in FEATURES.items()] == [True] * len(
         FEATURES
     )
-    assert ", ".join(f"`{word}`" for word in sorted(UNIVERSAL_FEATURES)) in page
+    assert ", ".join(f"`{word}`" for word in sorted(IMPLICIT_EXTERNAL_FEATURES)) in page
 
 
 def test_a_list_of_words():
-    assert add_universal_features(()) is None and add_universal_features((" ", "")) is None
-    assert add_universal_features(("mtp", " CP")) == frozenset({"mtp", "cp"}) | UNIVERSAL_FEATURES
+    assert parse_job_features_or_all(()) is None and parse_job_features_or_all((" ", "")) is None
+    assert parse_job_features_or_all(("mtp", " CP")) == frozenset({"mtp", "cp"}) | IMPLICIT_EXTERNAL_FEATURES
     assert format_non_implicit_features({"mtp", "cp", "bf16"}) == "cp and mtp"
 
 
 def test_every_word_that_is_none_is_said(messages):
     with pytest.raises(UsageError) as error:
-        add_universal_features(("packd", "mtp", "x" + "y" * 200))
+        parse_job_features_or_all(("packd", "mtp", "x" + "y" * 200))
     misspelled, long = error.value.violations
     assert "packd" in misspelled and "packed" in misspelled and long == "x" + "y" * 99
     messages(error.value)

@@ -67,7 +67,8 @@ def plan(*pairs):
         found = definitions[target]
         steps.append(PatchStep(
             patch=f'p{number}', target=target, wrapper=f'wrappers:{wrapper}',
-            file=source.find_module_file(root, module), file_digest=source.compute_digest(root, module),
+            file=source.find_module_file(root, module),
+            file_digest=source.compute_module_digest(root, module),
             code_file=found.file, fingerprint=found.fingerprint, wrapper_digest='',
             everywhere='.' not in name and found.module == module and found.is_function_or_class))
     return PatchPlan('0', None, (), tuple(steps))

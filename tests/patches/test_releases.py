@@ -8,7 +8,7 @@ from packaging.version import Version
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
-from bundle.patches.megatron_core import load_review_table, parse_review_table, resolve_core_path_or_version
+from bundle.patches.megatron_core import load_review_table, parse_releases_json, resolve_core_path_or_version
 from tools.patches import page, review
 
 RELEASES = [
@@ -162,7 +162,7 @@ def test_a_release_is_recognised_by_its_files(release_trees: dict[str, Path]):
 
 def test_the_file_is_written_as_it_is_read(tmp_path: Path):
     review.record(load_review_table(), tmp_path / "releases.json")
-    assert parse_review_table((tmp_path / "releases.json").read_text()) == load_review_table()
+    assert parse_releases_json((tmp_path / "releases.json").read_text()) == load_review_table()
 
 
 def test_a_locked_tree_joins_the_list_and_replaces_itself(tmp_path: Path):

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from bundle.errors import UsageError
-from bundle.patches.scaffold import create_patch_files
+from bundle.patches.scaffold import create_bundle_patch_files
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def loaded(file: Path) -> ModuleType:
 
 
 def test_the_files_are_a_patch_whose_replacement_and_check_are_there(checkout: Path):
-    steps = create_patch_files("mtp-new-defect", checkout)
+    steps = create_bundle_patch_files("mtp-new-defect", checkout)
     (patch,) = loaded(checkout / "bundle/patches/catalogue/mtp_new_defect.py").PATCHES
     assert patch.id == "mtp-new-defect"
     module, _, name = patch.replacements[0].wrapper.partition(":")
@@ -45,17 +45,20 @@ def test_the_files_are_a_patch_whose_replacement_and_check_are_there(checkout: P
 
 def test_what_the_steps_name_is_there(checkout: Path):
     """Files, commands and names; what is new apart."""
-    steps = create_patch_files("mtp-new-defect", checkout)
+    steps = create_bundle_patch_files("mtp-new-defect", checkout)
     named = set(re.findall(r"(?:bundle|tests|docs)/[\w/]+\.(?:py|md)", steps))
     assert all((checkout / name).is_file() or (REPOSITORY / name).is_file() for name in named)
     assert all(find_spec(name) for name in re.findall(r"python -m ([\w.]+)", steps))
-    for name, place in (("CHECKS", "bundle/verification/check.py"), ("PRESENT", "tests/history/truth.py")):
+    for name, place in (
+        ("CHECKS_BY_PATCH_ID", "bundle/verification/check.py"),
+        ("PRESENT", "tests/history/truth.py"),
+    ):
         assert name in steps and f"{name}" in (REPOSITORY / place).read_text()
 
 
 @pytest.mark.parametrize("words", [["format", "--check"], ["check", "--no-cache"]])
 def test_the_files_are_formatted_and_sorted_like_the_project(checkout: Path, words: list[str]):
-    create_patch_files("mtp-new-defect", checkout)
+    create_bundle_patch_files("mtp-new-defect", checkout)
     files = [str(file) for file in checkout.rglob("*.py")]
     settings = str(REPOSITORY / "pyproject.toml")
     command = [sys.executable, "-m", "ruff", *words, "--config", settings]
@@ -66,13 +69,13 @@ def test_the_files_are_formatted_and_sorted_like_the_project(checkout: Path, wor
 @pytest.mark.parametrize("patch_id", ["", "Mla", "mla_x", "../mla", "mla--x", "mla-thd-value-padding"])
 def test_an_id_that_is_none_or_taken_is_refused(checkout: Path, patch_id: str):
     with pytest.raises(UsageError):
-        create_patch_files(patch_id, checkout)
+        create_bundle_patch_files(patch_id, checkout)
 
 
 def test_nothing_is_overwritten(checkout: Path, messages):
-    create_patch_files("mtp-new-defect", checkout)
+    create_bundle_patch_files("mtp-new-defect", checkout)
     with pytest.raises(UsageError) as error:
-        create_patch_files("mtp-new-defect", checkout)
+        create_bundle_patch_files("mtp-new-defect", checkout)
     files = {str(file.relative_to(checkout)) for file in checkout.rglob("*.py")}
     assert set(error.value.violations) == files
     messages(error.value)
@@ -80,6 +83,6 @@ def test_nothing_is_overwritten(checkout: Path, messages):
 
 def test_elsewhere_than_in_a_checkout_nothing_is_written(tmp_path: Path, messages):
     with pytest.raises(UsageError) as error:
-        create_patch_files("mtp-new-defect", tmp_path)
+        create_bundle_patch_files("mtp-new-defect", tmp_path)
     messages(error.value)
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bundle.patches.definitions import DeclaredDefinitions
+from bundle.patches.definitions import EvidenceDefinitions
 from bundle.patches.entry import Presence
 from tests.patches.trees import Release, edited
 from tools.patches import review
@@ -304,7 +304,7 @@ def test_a_spelling(
 ):
     definitions = edited(release(version), {module: edits})
     found = ENTRIES[entry]
-    assert found.defect(DeclaredDefinitions(definitions, frozenset(found.evidence_targets))) is expected
+    assert found.defect(EvidenceDefinitions(definitions, frozenset(found.evidence_targets))) is expected
 
 
 def test_a_module_behind_import_star_is_read_where_it_is(release: Release, tmp_path):
@@ -321,4 +321,4 @@ def test_a_module_behind_import_star_is_read_where_it_is(release: Release, tmp_p
                 "megatron.core.transformer.impl": source,
             }
         )
-        assert entry.defect(DeclaredDefinitions(definitions, frozenset(entry.evidence_targets))) is P
+        assert entry.defect(EvidenceDefinitions(definitions, frozenset(entry.evidence_targets))) is P

@@ -92,7 +92,7 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
     entry, wrapper, measurement, test = files
 
     stranger.edit(entry, ENTRY)
-    areas, order = "from bundle.patches.catalogue import (\n", "_AREA_MODULES = ("
+    areas, order = "from bundle.patches.catalogue import (\n", "_MODULES_IN_WRAP_ORDER = ("
     lines = {areas: f"{areas}    {MODULE},\n", order: f"{order}{MODULE}, "}
     stranger.edit("bundle/patches/catalogue/__init__.py", lines)
 
@@ -104,7 +104,7 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
 
     stranger.edit(measurement, MEASUREMENT)
     (check,) = re.findall(rf'"{ID}": build_check\(.*', steps)
-    checks = "CHECKS: dict[str, Check] = {  # by the patch's id\n"
+    checks = "CHECKS_BY_PATCH_ID: dict[str, Check] = {  # by the patch's id\n"
     stranger.edit("bundle/verification/check.py", {checks: f"{checks}    {check}\n"})
     verify = command(steps, "PYTHONPATH=")
     assert ID in stranger.ran(verify, code=4)

@@ -7,7 +7,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.planning import build_plan
-from bundle.planning.size import compute_model_size, estimate_disk
+from bundle.planning.size import compute_model_size, estimate_checkpoint_export_disk
 from bundle.recipe import load
 from tests.planning.jobs import read_section
 
@@ -24,7 +24,7 @@ def test_checkpoints_that_stay_and_one_more_must_fit_where_the_run_will_be(tmp_p
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     for free, fits in ((5 * one, True), (5 * one - 1, False)):
-        found = estimate_disk(recipe, tmp_path / "not" / "yet" / "there")
+        found = estimate_checkpoint_export_disk(recipe, tmp_path / "not" / "yet" / "there")
         assert (found.checkpoint, found.checkpoints, found.free) == (one, 5 * one, free)
         assert found.is_sufficient == fits
     assert asked == [tmp_path, tmp_path]
@@ -40,7 +40,7 @@ def test_exports_take_room_too_each_that_of_its_weights(tmp_path):
     ):
         recipe = load("demo", [words % (kind, every), f"train.steps={steps}", "model.dtype=bf16"])
         size = compute_model_size(recipe.architecture)
-        found = estimate_disk(recipe, tmp_path)
+        found = estimate_checkpoint_export_disk(recipe, tmp_path)
         assert found.exports == count * 2 * (size.parameters + size.mtp_parameters)
         full = found._replace(free=found.checkpoints + found.exports)
         assert full.is_sufficient and not full._replace(free=full.free - 1).is_sufficient
@@ -49,10 +49,10 @@ def test_exports_take_room_too_each_that_of_its_weights(tmp_path):
         "demo", [words % ("peft", 10), "train.steps=40", "model.mtp.layers=0", lora, "model.dtype=fp32"]
     )
     assert (
-        estimate_disk(recipe, tmp_path).exports
+        estimate_checkpoint_export_disk(recipe, tmp_path).exports
         == 4 * 4 * compute_model_size(recipe.architecture, recipe.model).adapter_parameters
     )
-    assert estimate_disk(load("demo"), tmp_path).exports == 0
+    assert estimate_checkpoint_export_disk(load("demo"), tmp_path).exports == 0
 
 
 EVERY = "checkpoint={export: hf-fp8, export_interval: 100}"

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from bundle.planning.inputs import find_input_problems
+from bundle.planning.inputs import find_input_output_problems
 from bundle.recipe import load
 
 
 def said(directory, name):
     """What is said of the vocabulary before any rank starts."""
-    found = find_input_problems(load("demo", [f"data.tokenizer={name}"]), directory / "run")
+    found = find_input_output_problems(load("demo", [f"data.tokenizer={name}"]), directory / "run")
     return [problem.text for problem in found if "vocab_size" in problem.text]
 
 
@@ -51,7 +51,7 @@ def test_files_that_say_nothing_of_it_are_left_to_the_ranks(tmp_path, odd):
 
 def test_a_tokenizer_of_tiktokens_is_named_in_the_plan(tmp_path, messages):
     def find_refusals():
-        found = find_input_problems(load("demo", [f"data.tokenizer=hf:{tmp_path}"]), tmp_path / "run")
+        found = find_input_output_problems(load("demo", [f"data.tokenizer=hf:{tmp_path}"]), tmp_path / "run")
         return [problem.text for problem in found if "tiktoken" in problem.text]
 
     (tmp_path / "tiktoken.model").touch()
@@ -64,6 +64,6 @@ def test_a_tokenizer_of_tiktokens_is_named_in_the_plan(tmp_path, messages):
 def test_data_that_is_not_there_is_named_by_its_key(tmp_path, messages):
     gone = {"data.path": tmp_path / "a", "data.validation_sets.own.path": tmp_path / "b"}
     recipe = load("demo", [f"{key}={path}" for key, path in gone.items()])
-    found = [problem.text for problem in find_input_problems(recipe, tmp_path / "run")]
+    found = [problem.text for problem in find_input_output_problems(recipe, tmp_path / "run")]
     assert [text.partition(":")[0] for text in found] == [f"{key} '{path}'" for key, path in gone.items()]
     messages("\n".join(found))

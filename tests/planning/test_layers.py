@@ -4,14 +4,14 @@ from packaging.version import Version
 
 from bundle.capabilities.cpu import LOCAL_LAYER_TRAITS
 from bundle.environment.packages import MegatronCode
-from bundle.planning.activations import LayerBytes
+from bundle.planning.activations import LayerByteCounter
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 TOKENS, HIDDEN, BF16, FP32 = 64, 64, 2, 4
 
 
 def counted(config, *, experts=False, **parallel):
-    return LayerBytes(
+    return LayerByteCounter(
         job(config, parallel=parallel), LOCAL_LAYER_TRAITS, MegatronCode(Version("0.16.1"))
     ).count_layer_bytes(experts)
 

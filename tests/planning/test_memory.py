@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.planning.memory import ParameterBuffer, is_shared_embedding_across_buckets
-from bundle.planning.size import Parameter
+from bundle.planning.size import LocalParameter
 
 parameters = st.lists(
     st.builds(
-        Parameter,
+        LocalParameter,
         name=st.just("p"),
         shape=st.tuples(st.integers(1, 300)),
         shared_embedding=st.sampled_from([False, False, False, True]),
@@ -23,7 +23,7 @@ parameters = st.lists(
 def owned(buffer):
     """(elements, tensors) of every rank."""
     kept = [[0, 0] for _ in range(buffer.ranks)]
-    for rank, *change in buffer.iterate_rank_share_deltas():
+    for rank, *change in buffer.iterate_element_and_tensor_deltas():
         for later in kept[rank:]:
             later[:] = [have + more for have, more in zip(later, change, strict=True)]
     return [tuple(each) for each in kept]
@@ -70,7 +70,7 @@ def test_each_share_is_what_lies_in_its_range(tensors, ranks):
 
 @given(parameters, st.integers(1, 9))
 def test_one_bucket_unless_a_size_or_a_shared_embedding_asks_for_more(tensors, ranks):
-    plain = [Parameter(p.name, p.shape) for p in tensors]
+    plain = [LocalParameter(p.name, p.shape) for p in tensors]
     assert len(ParameterBuffer.from_parameters(plain, ranks).buckets) == 1
     assert len(ParameterBuffer.from_parameters(plain, ranks, 1).buckets) == len(plain)
 
@@ -80,13 +80,13 @@ def test_no_parameters_no_buffer():
 
 
 def test_where_0_12_cuts_the_shared_embedding():
-    shared = Parameter("embedding", (1000,), shared_embedding=True)
-    assert is_shared_embedding_across_buckets([shared, Parameter("p", (192,))], 2)
-    assert not is_shared_embedding_across_buckets([shared, Parameter("p", (256,))], 2)
-    assert not is_shared_embedding_across_buckets([shared, Parameter("p", (192,))], 5), (
+    shared = LocalParameter("embedding", (1000,), shared_embedding=True)
+    assert is_shared_embedding_across_buckets([shared, LocalParameter("p", (192,))], 2)
+    assert not is_shared_embedding_across_buckets([shared, LocalParameter("p", (256,))], 2)
+    assert not is_shared_embedding_across_buckets([shared, LocalParameter("p", (192,))], 5), (
         "then 0.12 rounds the start up as well"
     )
-    assert not is_shared_embedding_across_buckets([Parameter("p", (192,)), shared], 2), (
+    assert not is_shared_embedding_across_buckets([LocalParameter("p", (192,)), shared], 2), (
         "nothing stands before it"
     )
-    assert not is_shared_embedding_across_buckets([Parameter("p", (192,))], 2)
+    assert not is_shared_embedding_across_buckets([LocalParameter("p", (192,))], 2)

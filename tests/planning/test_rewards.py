@@ -3,7 +3,7 @@
 import pytest
 
 from bundle.errors import ExitCode
-from bundle.planning.inputs import find_existing_local_inputs, find_input_problems
+from bundle.planning.inputs import find_existing_local_inputs, find_input_output_problems
 from bundle.planning.rewards import find_reward_problems
 from tests.data.test_questions import ROWS, build, write
 
@@ -39,7 +39,7 @@ def test_a_missing_file_or_function_is_named(tmp_path, text, name, value):
     recipe = build(
         f"data.path={data}", reward=f"{{kind: exact}}, {{kind: python, function: '{path}:{name}'}}"
     )
-    (problem,) = find_input_problems(recipe, tmp_path / "run")
+    (problem,) = find_input_output_problems(recipe, tmp_path / "run")
     assert problem.code is ExitCode.USAGE
     assert problem.text.startswith(f"rl.rewards.1.function: {path}:{name}: ") and value in problem.text
 
@@ -63,10 +63,10 @@ def test_rows_to_evaluate_with_must_be_here(tmp_path):
     data = write(tmp_path / "rows.jsonl", ROWS)
     gone = tmp_path / "gone.jsonl"
     recipe = build(f"data.path={data}", f"rl.evaluation={{path: [{gone}]}}")
-    (problem,) = find_input_problems(recipe, tmp_path / "run")
+    (problem,) = find_input_output_problems(recipe, tmp_path / "run")
     assert problem.text.startswith(f"rl.evaluation.path '{gone}'")
     write(gone, ROWS)
-    assert [*find_input_problems(recipe, tmp_path / "run")] == []
+    assert [*find_input_output_problems(recipe, tmp_path / "run")] == []
     assert {one.key for one in find_existing_local_inputs(recipe)} == {"data.path", "rl.evaluation.path"}
 
 

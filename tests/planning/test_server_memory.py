@@ -9,7 +9,7 @@ from bundle.capabilities import EnvVariable
 from bundle.errors import ExitCode
 from bundle.planning.activations import ActivationBytes
 from bundle.planning.memory import MemoryEstimate, StateBytes
-from bundle.planning.rollout import RolloutBytes, choose_weight_transport, count_kv_cache_bytes
+from bundle.planning.rollout import RolloutBytes, choose_weight_transport, count_device_kv_cache_bytes
 from bundle.planning.server_memory import (
     DeviceShare,
     add_kv_cache,
@@ -65,7 +65,7 @@ def test_the_tenth_is_given_up_where_the_weights_need_it():
 def test_the_least_share_has_room_for_the_longest_sequence():
     longest = ["data.sequence_length=1048576", "model.config.max_position_embeddings=1048576"]
     cache = 2 * 2 * 2 * 16 * 4 * 1048576  # layers, keys and values, heads, dimensions, bytes, tokens
-    assert count_kv_cache_bytes(build(*longest), 1048576) == cache
+    assert count_device_kv_cache_bytes(build(*longest), 1048576) == cache
     least = 0.01 * (100 * (cache + int(0.875 * GIB)) // (64 * GIB) + 1)
     assert share(*longest, weights=0, device=64).least == pytest.approx(least)
 
@@ -90,7 +90,7 @@ def test_the_cache_stands_beside_the_trainer_while_answers_are_sampled():
     stages = add_kv_cache([estimate(40, 20, 8)], share())
     assert stages[0].rollout.transient == pytest.approx((0.59 * 140 - 8 - 0.875) * GIB, abs=2)
     assert stages[0].sampling_peak == pytest.approx((40 + 3 - 0.875 + 0.59 * 140) * GIB, abs=2)
-    assert stages[0].learning == (40 + 8 + 3 + 20) * GIB
+    assert stages[0].learning_peak == (40 + 8 + 3 + 20) * GIB
     assert stages[0].peak_bytes == stages[0].sampling_peak
     assert add_kv_cache([estimate(40, 20, 8)], None) == (estimate(40, 20, 8),)
 

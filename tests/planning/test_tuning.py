@@ -15,8 +15,8 @@ from bundle.planning.layout import build_rank_layout
 from bundle.planning.tuning import (
     RECOMPUTE_HALF,
     Search,
+    _fit_stages_to_layers,
     _MemoryFailure,
-    _shorten_end_stages,
     describe_layout,
     list_tuned_overrides,
     search_candidates,
@@ -208,7 +208,7 @@ def test_the_uneven_stages_of_a_prime_number_of_layers_are_tried():
 
 
 def test_interleaved_uneven_stages_have_whole_chunks():
-    layouts = list(_shorten_end_stages(Parallel(pp=2, vpp=2), 10))
+    layouts = list(_fit_stages_to_layers(Parallel(pp=2, vpp=2), 10))
     ends = [(p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage) for p in layouts]
     assert ends == [(6, 4)]
 

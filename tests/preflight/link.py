@@ -28,14 +28,14 @@ if __name__ == "__main__":
     if sys.argv[2] == "held":
         dist.batch_isend_irecv = lambda _: time.sleep(600)  # type: ignore
     if sys.argv[2] == "slow":
-        result = links.LinkStore.collect_node_verdicts
+        result = links.LinkStore.collect_node_names_and_defects
 
         def slow(*of: Any) -> Any:
             found = result(*of)
             time.sleep(3)  # the others end meanwhile
             return found
 
-        links.LinkStore.collect_node_verdicts = slow  # type: ignore
+        links.LinkStore.collect_node_names_and_defects = slow  # type: ignore
     if sys.argv[2] == "late":
         _late(dist, "batch_isend_irecv")
         _late(links.LinkMeasurer, "_wait_for_device")

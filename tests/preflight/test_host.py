@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from bundle.environment.machine import DetectedValue, Machine, get_local_machine
+from bundle.environment.machine import DetectedValue, Machine, build_local_machine
 from bundle.environment.packages import detect
 from bundle.preflight import host, kernel, rdma, versions
 from tests.environment.machines import FIXTURES, machine_at
@@ -52,7 +52,7 @@ def test_a_log_that_nobody_may_read_says_nothing(tmp_path):
 
 
 def test_memory_that_is_free_here():
-    free = host.probe(get_local_machine()).measured["GiB free"] * 2**30
+    free = host.probe(build_local_machine()).measured["GiB free"] * 2**30
     assert 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < free
     assert free < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

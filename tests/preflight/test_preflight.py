@@ -19,7 +19,7 @@ from bundle.preflight import (
     Probe,
     ProbeResult,
     build_findings,
-    build_probes,
+    build_node_probes,
     build_report,
     mark_slow_devices,
     run_probes,
@@ -131,17 +131,17 @@ BACKENDS = {"cuda": "h200", "ascend": "a3", "cpu": "cpu"}
 
 
 def test_devices_that_have_to_be_there_are_asked_be_they_seen_or_not():
-    asked = build_probes(build_preset("h200", 7), Path("/runs"), quick=True, devices=8)
+    asked = build_node_probes(build_preset("h200", 7), Path("/runs"), quick=True, devices=8)
     assert [each.arguments[1] for each in asked if each.module == DEVICE] == [str(n) for n in range(8)]
 
 
 def test_every_device_is_asked_and_the_disk_of_the_runs():
-    asked = list(build_probes(build_preset("h200", 8), Path("/runs"), quick=True))
+    asked = list(build_node_probes(build_preset("h200", 8), Path("/runs"), quick=True))
     assert [each.arguments for each in asked if each.module == DEVICE] == [
         ("cuda", str(n), "quick") for n in range(8)
     ]
     assert [each.arguments[0] for each in asked if each.module == DISK] == ["/runs", "/dev/shm"]
-    assert [each.subject for each in build_probes(detect("cpu"), Path(), quick=False)][:2] == [
+    assert [each.subject for each in build_node_probes(detect("cpu"), Path(), quick=False)][:2] == [
         "device 0",
         "disk",
     ]
@@ -149,7 +149,8 @@ def test_every_device_is_asked_and_the_disk_of_the_runs():
 
 def test_the_driver_of_gpus_alone_is_asked_whether_they_must_be_recovered():
     asked = {
-        backend: build_probes(build_preset(name, 8), Path(), quick=True) for backend, name in BACKENDS.items()
+        backend: build_node_probes(build_preset(name, 8), Path(), quick=True)
+        for backend, name in BACKENDS.items()
     }
     assert [b for b, every in asked.items() if "recovery" in [each.subject for each in every]] == ["cuda"]
 
@@ -159,12 +160,12 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch, messages):
 
     lay: list[list[Path]] = []
     monkeypatch.setattr(os, "fsync", lambda _: lay.append(list(tmp_path.iterdir())))
-    assert disk.probe(tmp_path, 1 << 22).measured["MB/s written"] > 0
+    assert disk.probe_write_speed(tmp_path, 1 << 22).measured["MB/s written"] > 0
     assert list(tmp_path.iterdir()) == [] and lay == [[]]  # nothing is left behind by who is killed there
-    wrong = disk.probe(tmp_path / "none", 1 << 20).wrong
+    wrong = disk.probe_write_speed(tmp_path / "none", 1 << 20).wrong
     assert wrong.startswith(f"{tmp_path / 'none'}: ")
     messages(wrong)
-    assert disk.probe(Path("/proc"), 1 << 20).wrong.startswith("/proc: ")
+    assert disk.probe_write_speed(Path("/proc"), 1 << 20).wrong.startswith("/proc: ")
 
 
 def test_a_device_that_computes_wrong_is_told(monkeypatch, messages):
@@ -215,7 +216,7 @@ def test_a_node_that_is_not_fit_ends_with_3(directory, monkeypatch):
     from bundle.cli import preflight as verb
 
     monkeypatch.setattr(
-        preflight, "build_probes", lambda *_, **__: [Probe("disk", DISK, (directory, "1048576"), "x")]
+        preflight, "build_node_probes", lambda *_, **__: [Probe("disk", DISK, (directory, "1048576"), "x")]
     )
     with pytest.raises(typer.Exit) as ended:
         verb.preflight(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bundle.errors import UsageError
-from bundle.planning.inputs import find_input_problems, inspect_weights
+from bundle.planning.inputs import find_input_output_problems, inspect_weights
 from bundle.pretrained import find_recipe_weights
 from tests.pretrained.directories import header, recipe, write, write_file, write_index
 from tests.reference.configs import CONFIGS
@@ -39,7 +39,7 @@ def test_missing_extra_and_misshaped_tensors_are_listed_together(tmp_path, messa
     write_file(tmp_path / "model.safetensors", header(shapes))
     assert {line.split()[0] for line in refused(tmp_path).violations} == {missing, extra, transposed}
     messages(refused(tmp_path))
-    problems = [problem.text for problem in find_input_problems(recipe(tmp_path), tmp_path / "run")]
+    problems = [problem.text for problem in find_input_output_problems(recipe(tmp_path), tmp_path / "run")]
     assert all(any(reason in text for text in problems) for reason in refused(tmp_path).violations)
 
 

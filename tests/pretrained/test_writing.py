@@ -8,18 +8,23 @@ from pathlib import Path
 import pytest
 
 from bundle.pretrained import find_weights, writing
-from bundle.pretrained.writing import OutputTensor, SafetensorsFileWriter, build_file_names, split_into_files
+from bundle.pretrained.writing import (
+    OutputTensorHeader,
+    SafetensorsFileWriter,
+    build_file_names,
+    split_into_files,
+)
 from tests.pretrained.directories import recipe, write
 
 TENSORS = [
-    OutputTensor("a", "BF16", (3, 5)),
-    OutputTensor("b", "F32", (7,)),
-    OutputTensor("c", "BF16", (2, 2)),
-    OutputTensor("d", "F32", ()),
+    OutputTensorHeader("a", "BF16", (3, 5)),
+    OutputTensorHeader("b", "F32", (7,)),
+    OutputTensorHeader("c", "BF16", (2, 2)),
+    OutputTensorHeader("d", "F32", ()),
 ]
 
 
-def written(directory: Path, largest: int) -> dict[str, list[OutputTensor]]:
+def written(directory: Path, largest: int) -> dict[str, list[OutputTensorHeader]]:
     of = dict(
         zip(
             build_file_names(len(list(split_into_files(TENSORS, largest)))),
@@ -32,7 +37,7 @@ def written(directory: Path, largest: int) -> dict[str, list[OutputTensor]]:
         for tensor in share:
             file.append(tensor.name.encode() * tensor.bytes)
         file.close()
-    writing.write_index(directory, of)
+    writing.write_index_if_sharded(directory, of)
     return of
 
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from bundle.environment.packages import MegatronCode
 from bundle.planning.layout import build_rank_layout
-from bundle.planning.problems import MTP_LAYOUT_SOURCE_MARKER, STANDALONE_MTP_SOURCE_PREDICATE
+from bundle.planning.problems import MTP_LAYOUT_SOURCE_PREDICATE, STANDALONE_MTP_SOURCE_PREDICATE
 from bundle.recipe import stages
 from tests.planning.jobs import DEEPSEEK, job
 
@@ -64,7 +64,7 @@ def takes(layout: str, pp: int, layers: int, depth: int) -> theirs.PipelineParal
     """Megatron's own layout; None where it refuses it."""
     try:
         made = theirs.PipelineParallelLayerLayout(layout, pp)
-        told = {"mtp_num_layers": depth or None} if CODE.has(MTP_LAYOUT_SOURCE_MARKER) else {}
+        told = {"mtp_num_layers": depth or None} if CODE.has(MTP_LAYOUT_SOURCE_PREDICATE) else {}
         made.validate_layer_layout(num_layers=layers, **told)
     except (AssertionError, NotImplementedError):
         return None
@@ -97,7 +97,7 @@ def what_we_take_megatron_deals_out_alike(drawn: tuple[str, int, int, int]) -> N
     refused = list(stages.find_stage_violations(held, pp, layers=layers, mtp_layers=depth))
     last = {"t", "m"} <= set(held[-1])
     if depth and not (
-        CODE.has(MTP_LAYOUT_SOURCE_MARKER) and (last or CODE.has(STANDALONE_MTP_SOURCE_PREDICATE))
+        CODE.has(MTP_LAYOUT_SOURCE_PREDICATE) and (last or CODE.has(STANDALONE_MTP_SOURCE_PREDICATE))
     ):
         return  # this release does not build it
     made = takes(layout, pp, layers, depth)

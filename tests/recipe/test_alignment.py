@@ -55,11 +55,11 @@ def test_padding_is_the_least_that_every_rank_accepts(lengths, alignment):
     assert (padding.padded_lengths, padding.tail_rows) == least_padding(alignment, lengths)
     assert padding.lengths == tuple(lengths)
     assert (
-        padding.total_buffer_rows
+        padding.total_rows_over_cp_ranks
         == sum(padding.padded_lengths_with_tail)
         == sum(padding.padded_lengths) + padding.tail_rows
     )
-    assert padding.longest_padded_length == max(*padding.padded_lengths, padding.tail_rows)
+    assert padding.longest_kernel_sequence_rows == max(*padding.padded_lengths, padding.tail_rows)
     assert padding.real_tokens == sum(lengths)
 
 
@@ -94,7 +94,7 @@ def test_a_bshd_batch_shares_the_fp8_rows_between_its_sequences():
 def test_a_forced_length_is_rounded_up_and_holds_what_fits(messages):
     assert Alignment(cp=2).pad([5, 6], length=41) == Padding((5, 6), (8, 8), 28)
     assert Alignment("bshd", cp=2).pad([5, 6], length=41).padded_lengths == (44, 44)
-    assert Alignment(cp=2).pad([5, 6], length=13).total_buffer_rows == 16
+    assert Alignment(cp=2).pad([5, 6], length=13).total_rows_over_cp_ranks == 16
     with pytest.raises(JobFailed, match=r" 16 .* 12\.") as error:
         Alignment(cp=2).pad([5, 6], length=12)
     messages(error.value)
@@ -113,12 +113,14 @@ def test_dynamic_context_parallelism_is_another_size_for_the_same_job():
 @given(LENGTHS, ALIGNMENTS, st.integers(0, 4096))
 def test_a_longer_forced_length_never_gives_a_shorter_extent(lengths, alignment, extra):
     least = alignment.pad(lengths)
-    extent = least.total_buffer_rows if alignment.layout == "thd" else least.longest_padded_length
+    extent = (
+        least.total_rows_over_cp_ranks if alignment.layout == "thd" else least.longest_kernel_sequence_rows
+    )
     forced = alignment.pad(lengths, length=extent + extra)
     assert extent + extra <= (
-        forced.total_buffer_rows if alignment.layout == "thd" else forced.longest_padded_length
+        forced.total_rows_over_cp_ranks if alignment.layout == "thd" else forced.longest_kernel_sequence_rows
     )
-    assert fits_every_rank(alignment, forced.total_buffer_rows)
+    assert fits_every_rank(alignment, forced.total_rows_over_cp_ranks)
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, True, "7", None])

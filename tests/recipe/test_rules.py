@@ -213,7 +213,7 @@ def test_a_world_fits_exactly_when_both_views_of_a_stage_divide(tp, pp, cp, ep, 
     parallel = Parallel(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
     for world in (parallel.minimal_world * times, parallel.minimal_world * times + pp):
         divides = world % (pp * tp * cp) == 0 and world % (pp * etp * ep) == 0
-        assert parallel.fits(world) == divides
+        assert parallel.is_minimal_world_multiple(world) == divides
     world = parallel.minimal_world * times
     assert (
         parallel.compute_dp(world) * tp * cp * pp

@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 from packaging.version import Version
 
-from bundle.recipe.stages import MAX_LETTERS, find_stage_violations, parse_layout
+from bundle.recipe.stages import MAX_LAYOUT_LETTERS, find_stage_violations, parse_layout
 
 
 @pytest.mark.world
@@ -48,17 +48,17 @@ def test_what_cannot_be_read_is_named_with_its_place(layout, at, messages):
 
 
 @pytest.mark.parametrize(
-    "layout", [f"t*{MAX_LETTERS + 1}", "t*999999999999999999999", "(t*9999)*9999", "t*9999" * 9]
+    "layout", [f"t*{MAX_LAYOUT_LETTERS + 1}", "t*999999999999999999999", "(t*9999)*9999", "t*9999" * 9]
 )
 def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=f"{MAX_LETTERS} letters"):
+        with pytest.raises(ValueError, match=f"{MAX_LAYOUT_LETTERS} letters"):
             parse_layout(layout)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
-    assert len(parse_layout(f"t*{MAX_LETTERS}")[0]) == MAX_LETTERS
+    assert len(parse_layout(f"t*{MAX_LAYOUT_LETTERS}")[0]) == MAX_LAYOUT_LETTERS
 
 
 @pytest.mark.parametrize(

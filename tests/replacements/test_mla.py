@@ -156,7 +156,7 @@ def test_the_rotary_key_alone_is_summed_over_ranks_that_each_have_all_of_it(how,
     ],
 )
 def test_the_norm_of_compressed_queries_has_a_rank_s_share_of_its_gradient(how, share):
-    made = attention(mla.divide_query_norm_gradient, **how)
+    made = attention(mla.hook_query_norm_gradient_division, **how)
     x = torch.randn(7, 4)
     made.q_layernorm(x).sum().backward()
     whole = torch.nn.functional.layer_norm(x, (4,)).sum(0)

@@ -68,11 +68,11 @@ def test_what_megatron_refuses_it_still_refuses(original, shifts, dims):
     ids=["nothing", "labels", "inference", "labels of a fork", "no labels of a fork"],
 )
 def test_prediction_layers_run_where_somebody_gives_them_labels(given, runs):
-    from bundle.replacements.mtp import skip_mtp_without_labels
+    from bundle.replacements.mtp import disable_mtp_without_labels
 
     def forward(self, ids, labels=None, inference_context=None, mtp_kwargs=None):
         return self.mtp_process
 
     model = SimpleNamespace(mtp_process=True, config=SimpleNamespace(mtp_num_layers=1))
-    assert skip_mtp_without_labels(forward)(model, 0, **given) is runs
+    assert disable_mtp_without_labels(forward)(model, 0, **given) is runs
     assert model.mtp_process and model.config.mtp_num_layers == 1

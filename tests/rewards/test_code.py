@@ -16,7 +16,7 @@ import pytest
 
 from bundle.recipe.rl import RLReward
 from bundle.rewards import RewardPool
-from bundle.rewards.code import find_last_python_block
+from bundle.rewards.code import find_last_block_or_answer
 from bundle.rewards.pool import describe_missing_reference
 from bundle.rewards.sandbox import PROCESSES
 from tests.rewards.programs import CHEATS, HARMS
@@ -91,7 +91,7 @@ def judge(pool, folder):
 
 @pytest.fixture
 def is_isolated(pool):
-    return pool._workers[0].processes[0].notice == ""
+    return pool._worker_judges[0].processes[0].notice == ""
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_a_program_is_a_module_that_is_not_main(judge):
     ],
 )
 def test_the_last_closed_block_is_the_program(answer, code):
-    assert find_last_python_block(answer) == code
+    assert find_last_block_or_answer(answer) == code
 
 
 def test_many_fences_are_read_in_one_pass():
     begin = time.monotonic()
-    assert find_last_python_block("```python\n" * 200_000) == "```python\n" * 200_000
+    assert find_last_block_or_answer("```python\n" * 200_000) == "```python\n" * 200_000
     assert time.monotonic() - begin < 5
 
 

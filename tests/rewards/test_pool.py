@@ -143,7 +143,7 @@ def test_a_process_that_dies_is_counted_and_replaced():
 
 def test_processes_end_with_the_pool_and_after_an_error_at_the_start(tmp_path):
     pool = RewardPool([reward("polite", processes=2)])
-    pids = [process._process.pid for judge in pool._workers for process in judge.processes]
+    pids = [process._process.pid for judge in pool._worker_judges for process in judge.processes]
     assert len(pids) == 2 and all(map(is_alive, pids))
     pool.close()
     assert not any(map(is_alive, pids))
@@ -248,7 +248,7 @@ def test_a_hanging_reward_ends_with_the_rank_that_asked_it(tmp_path):
     script = (
         "import sys\nfrom bundle.rewards import RewardPool\nfrom bundle.recipe.rl import RLReward\n"
         f"pool = RewardPool([RLReward(kind='python', function='{functions.HERE}:hang')])\n"
-        "print(pool._workers[0].processes[0]._process.pid, flush=True)\n"
+        "print(pool._worker_judges[0].processes[0]._process.pid, flush=True)\n"
         "pool.judge_all(['hang'], [{}])"
     )
     rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

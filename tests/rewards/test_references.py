@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bundle.recipe.rl import RLReward
 from bundle.rewards import RewardPool, find_reference
-from bundle.rewards.pool import describe_missing_reference, list_reference_field_candidates
+from bundle.rewards.pool import describe_missing_reference, list_right_answer_fields
 from bundle.rewards.references import MissingReference
 
 GSM8K = "She sold 48/2 = <<48/2=24>>24.\n#### 24\nOr so.\n#### 1,072 "
@@ -43,8 +43,8 @@ def test_the_right_answer_is_read_or_missed(row, fields, pattern, expected):
 
 def test_the_default_is_the_answer_of_verl_and_then_the_response():
     fields = ("reward_model.ground_truth", "answer")
-    assert list_reference_field_candidates(RLReward(kind="math"), "answer") == fields
-    assert list_reference_field_candidates(RLReward(kind="math", field="x"), "answer") == ("x",)
+    assert list_right_answer_fields(RLReward(kind="math"), "answer") == fields
+    assert list_right_answer_fields(RLReward(kind="math", field="x"), "answer") == ("x",)
 
 
 def test_a_row_without_a_right_answer_names_reward_and_key():

@@ -41,7 +41,7 @@ def evaluate(
         batch = building.micro_batch(part, alignment, case.mean, dtype=dtype, rows=form == "rows")
         scores = Scores(
             *(
-                batch.packing.pack_concatenated(
+                batch.packing.pack_concatenated_tokens(
                     torch.cat([getattr(one, name) for one in part]), fill=math.nan
                 )
                 for name in ("log_probs", "entropy")
@@ -149,7 +149,7 @@ def test_without_rollout_log_probs_the_mismatch_is_the_policy_against_the_old():
     objective = PolicyObjective(PolicyLossSettings(), GROUPS)
     scores = Scores(
         *(
-            batch.packing.pack_concatenated(torch.cat([getattr(one, n) for one in answers]))
+            batch.packing.pack_concatenated_tokens(torch.cat([getattr(one, n) for one in answers]))
             for n in ("log_probs", "entropy")
         )
     )

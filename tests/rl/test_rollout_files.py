@@ -89,7 +89,7 @@ def test_groups_are_selected_and_joined_with_all_that_belongs_to_them():
     joined = join_batches([first.select([1]), second])
     assert joined.group_size == 3 and joined.groups.tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert joined.questions == (first.questions[1], *second.questions)
-    assert joined.prompts[0] == first.questions[1].ids
+    assert joined.prompt_per_answer[0] == first.questions[1].ids
     check_equal(joined.select([1, 2]), second)
     check_equal(joined.select([0]), first.select([1]))
     assert joined.judgement.failed == 2 and joined.judgement.failures == {("other", "died"): 2}

@@ -82,7 +82,7 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
         whole = torch.randn(matrix.compute_full_shape(), generator=matrix.make_generator(1)) * 0.2
         with torch.no_grad():
             matrix.parameter.copy_(matrix.extract_shard(whole))
-    copies = exporting.find_duplicate_tensor_names(directory, PublishedModel.from_recipe(job))
+    copies = exporting.list_tensor_copies_to_write(directory, PublishedModel.from_recipe(job))
     stream = TensorStream.from_chunks(engine.models, made, Tensors(job.architecture, made.tp.size, copies))
     twin = TransformersRollout(
         job.model.config, job.architecture, dtype=torch.float32, device=torch.device("cpu"), batch_limit=3
@@ -112,7 +112,7 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
         if made.cp.size == 1:
             distance = max(distance, measure(engine, twin))
         engine.forward_backward([build_batch(engine, [[*range(17)]])] * 2)
-        engine.step()
+        engine.step_optimizer()
         engine.gather_weights()
     groups.destroy_model_parallel_groups()
     return distance

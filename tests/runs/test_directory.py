@@ -45,7 +45,7 @@ def begin(run: RunDirectory, *overrides: str, **flags: Any) -> bool:
 
 def train(run: RunDirectory) -> None:
     """What a run has that was interrupted between two checkpoints."""
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     for path in (run.checkpoints / "step-00000001" / "x", run.tensorboard / "events.out.tfevents.1"):
         path.parent.mkdir(parents=True)
         path.write_text("old")
@@ -59,7 +59,7 @@ def everything(root: Path) -> dict[str, bytes]:
 def test_a_new_directory_begins_and_an_unfinished_one_goes_on(run):
     assert not begin(run)
     assert not run.root.exists(), "looking changes nothing"
-    run.clear_and_write_start(recipe(), {"patches": []}, {"torch": "2"})
+    run.remove_results_and_write_start(recipe(), {"patches": []}, {"torch": "2"})
     run.metrics.write_text('{"step": 1}\n')
     assert begin(run)
     assert json.loads(run.job.read_text()) == {"patches": []}
@@ -69,12 +69,12 @@ def test_every_built_in_recipe_reads_back_as_itself(run):
     from bundle.recipe import list_built_in
 
     for name in list_built_in():
-        run.clear_and_write_start(load(name), {}, {})
+        run.remove_results_and_write_start(load(name), {}, {})
         assert run.decide_resume(load(name), Start(resume=True))
 
 
 def test_a_finished_run_is_not_overwritten_by_accident(run, messages):
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     finish(run)
     with pytest.raises(UsageError, match=r"--fresh .*--resume") as error:
         begin(run)
@@ -107,7 +107,7 @@ def test_a_fresh_start_keeps_nothing_of_the_old_run_but_logs(run):
     finish(run)
     run.logs.mkdir()
     (run.logs / "1").write_text("old")
-    run.clear_and_write_start(recipe("seed=7"), {}, {})
+    run.remove_results_and_write_start(recipe("seed=7"), {}, {})
     kept = ["job.json", "logs/1", "recipe.yaml", "versions.json"]
     assert sorted(everything(run.root)) == kept
 
@@ -120,12 +120,12 @@ def test_a_fresh_start_works_through_links_and_removes_nothing_of_others(run, tm
     run.checkpoints.symlink_to(disk / "checkpoints")
     run.tensorboard.symlink_to(disk / "tensorboard")
     assert not begin(run), "folders that wait on a larger disk are no run"
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     (run.checkpoints / "step-00000001").mkdir()
     for path in ("checkpoints/important.bin", "tensorboard/mine", "tensorboard/events.out.tfevents.1"):
         (run.root / path).write_text("three weeks")
     assert not begin(run, fresh=True)
-    run.clear_and_write_start(recipe("seed=7"), {}, {})
+    run.remove_results_and_write_start(recipe("seed=7"), {}, {})
     assert run.checkpoints.is_symlink() and run.tensorboard.is_symlink()
     assert sorted(everything(disk)) == ["checkpoints/important.bin", "tensorboard/mine"]
 
@@ -170,19 +170,19 @@ def test_the_users_own_recipe_is_not_taken_for_a_runs(run, messages):
 
 
 def test_where_nothing_was_trained_the_corrected_recipe_just_works(run):
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     (run.checkpoints / ".writing-00000005").mkdir(parents=True)
     run.metrics.write_text('{"step": 0, "data/skipped": 3}\n')
     corrected = "data.on_error=skip"
     assert not begin(run, corrected)
-    run.clear_and_write_start(recipe(corrected), {}, {})
+    run.remove_results_and_write_start(recipe(corrected), {}, {})
     assert "on_error: skip" in run.recipe.read_text()
     assert not list(run.checkpoints.iterdir())
 
 
 @pytest.mark.parametrize("kept", ["step-00000001", "metrics.jsonl", "result.json"])
 def test_where_something_was_trained_it_does_not(run, kept):
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     if kept.startswith("step"):
         (run.checkpoints / kept).mkdir(parents=True)
     else:
@@ -200,16 +200,16 @@ def test_samples_are_another_word_for_steps(run):
     with pytest.raises(UsageError, match=r"train\.steps: 300 -> 400"):
         begin(run, *longer)
     finish(run)
-    assert run.is_finished(recipe(*same)) and not run.is_finished(recipe(*longer))
+    assert run.has_required_results(recipe(*same)) and not run.has_required_results(recipe(*longer))
     assert begin(run, *longer, resume=True)
 
 
 def test_a_run_of_epochs_is_made_longer_by_more_of_them(run):
     of = {epochs: ("train.steps=null", f"train.epochs={epochs}") for epochs in (1, 1.5)}
-    run.clear_and_write_start(recipe(*of[1]), {}, {})
+    run.remove_results_and_write_start(recipe(*of[1]), {}, {})
     run.metrics.write_text('{"step": 1}\n')
     finish(run)
-    assert run.is_finished(recipe(*of[1])) and not run.is_finished(recipe(*of[1.5]))
+    assert run.has_required_results(recipe(*of[1])) and not run.has_required_results(recipe(*of[1.5]))
     with pytest.raises(UsageError, match=r"train\.epochs: 1\.0 -> 1\.5"):
         begin(run, *of[1.5])
     assert begin(run, *of[1.5], resume=True)
@@ -222,7 +222,7 @@ def test_a_finished_run_is_made_longer_by_resume_only(run, messages):
     train(run)
     finish(run)
     longer, shorter = "train.steps=400", "train.steps=200"
-    assert run.is_finished(recipe()) and not run.is_finished(recipe(longer))
+    assert run.has_required_results(recipe()) and not run.has_required_results(recipe(longer))
     with pytest.raises(UsageError, match=r"train\.steps: 300 -> 400") as error:
         begin(run, longer)
     assert "--resume" in str(error.value)
@@ -242,9 +242,9 @@ def test_a_finished_run_is_made_longer_by_resume_only(run, messages):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": null}', '{"step": 300}'])
 def test_a_result_that_says_nothing_else_finishes_a_run(run, text):
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     run.result.write_text(text)
-    assert run.is_finished(recipe())
+    assert run.has_required_results(recipe())
 
 
 def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run, messages):
@@ -252,9 +252,11 @@ def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run, m
     rule = {"patience": 2, "min_delta": 0.1}
     run.result.write_text(json.dumps({"step": 100, "early_stop": rule}))
     same = "train.early_stop={patience: 2, min_delta: 0.1}"
-    assert run.is_finished(recipe(same)) and run.is_finished(recipe(same, "train.steps=400"))
+    assert run.has_required_results(recipe(same)) and run.has_required_results(
+        recipe(same, "train.steps=400")
+    )
     for other in ("train.early_stop={patience: 3, min_delta: 0.1}", "train.early_stop=null"):
-        assert not run.is_finished(recipe(other)) and begin(run, other, resume=True)
+        assert not run.has_required_results(recipe(other)) and begin(run, other, resume=True)
     with pytest.raises(UsageError, match="early_stop") as error:
         begin(run, same)
     messages(error.value)
@@ -262,7 +264,7 @@ def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run, m
 
 def test_a_run_keeps_what_it_began_with(run, tmp_path, messages, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run.clear_and_write_start(recipe(), {}, {}, Origin.from_start(Start(origin=Path("first"))))
+    run.remove_results_and_write_start(recipe(), {}, {}, Origin.from_start(Start(origin=Path("first"))))
     run.metrics.write_text('{"step": 1}\n')
     assert run.read_origin() == Origin(tmp_path / "first")
     assert begin(run), "a scheduler may leave it out"
@@ -275,7 +277,7 @@ def test_a_run_keeps_what_it_began_with(run, tmp_path, messages, monkeypatch):
         begin(run, origin=Path("first"), weights_only=True)
     messages(error.value)
     assert not begin(run, origin=Path("second"), fresh=True)
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     run.metrics.write_text('{"step": 1}\n')
     assert run.read_origin() is None
     with pytest.raises(UsageError, match=f"{tmp_path}/first") as error:
@@ -285,7 +287,7 @@ def test_a_run_keeps_what_it_began_with(run, tmp_path, messages, monkeypatch):
 
 def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path, messages):
     start = Start(origin=tmp_path / "first", weights_only=True)
-    run.clear_and_write_start(recipe(), {}, {}, Origin.from_start(start))
+    run.remove_results_and_write_start(recipe(), {}, {}, Origin.from_start(start))
     run.metrics.write_text('{"step": 1}\n')
     assert run.read_origin() == Origin(tmp_path / "first", weights_only=True)
     assert begin(run) and run.decide_resume(recipe(), start)
@@ -309,9 +311,9 @@ def test_a_fresh_start_does_not_remove_what_it_begins_with(run, name, messages):
 
 
 def test_a_start_that_was_interrupted_is_no_run(run, monkeypatch):
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     with pytest.raises(TypeError):
-        run.clear_and_write_start(recipe(), {"plan": object()}, {})
+        run.remove_results_and_write_start(recipe(), {"plan": object()}, {})
     assert not run.decide_resume(recipe("seed=7"), Start())
 
 
@@ -503,7 +505,7 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
     with pytest.raises(UsageError, match="--fresh"):
         begin(run, "checkpoint.export=hf")
     assert not begin(run, fresh=True)
-    run.clear_and_write_start(recipe(), {}, {})
+    run.remove_results_and_write_start(recipe(), {}, {})
     assert not any(path.exists() for path in exported) and not list(big.iterdir())
     assert (run.root / "hf-notes").is_dir(), "which no run has made"
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from bundle.errors import JobFailed
-from bundle.runs.metrics import JsonLines, MetricsWriter
+from bundle.runs.metrics import JsonLines, MetricsDispatcher
 from bundle.runs.session import Session
 
 
@@ -28,7 +28,7 @@ def test_lines_are_synced_before_a_checkpoint(tmp_path, monkeypatch):
         "checkpoints": SimpleNamespace(save=lambda state: events.append(state.step)),
     }
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter([JsonLines(path)]) as session.metrics:
+    with MetricsDispatcher([JsonLines(path)]) as session.metrics:
         session.metrics.write(7, {"train/loss": 1.5})
         session._save()
     assert events == [path.stat().st_ino, 7]

@@ -18,7 +18,7 @@ def kept_by(root: Path, recipe: Recipe, *steps: int, loaded: bool = False) -> Pa
     root.mkdir(exist_ok=True)
     kept = CheckpointDirectory(root / "checkpoints")
     for step in steps:
-        place = kept.create_partial(step)
+        place = kept.create_sole_partial(step)
         state.SavedState(
             state=state.TrainState(step, 0, "digest"),
             scheduler={},
@@ -74,7 +74,7 @@ def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_st
 def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(run, tmp_path, messages):
     """What --from names may have gone on since, or been begun anew."""
     recipe, start, new = load("demo"), Start(origin=run), RunDirectory(tmp_path / "new")
-    new.clear_and_write_start(recipe, {}, {}, Origin.from_start(start))
+    new.remove_results_and_write_start(recipe, {}, {}, Origin.from_start(start))
     first, told = run / "checkpoints" / "step-00000030", new.read_origin_digest()
     assert new.find_origin_checkpoint() == first and told
     kept_by(run, recipe, 40)

@@ -14,7 +14,12 @@ import pytest
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe.sections import PrometheusSection as PrometheusSection
 from bundle.runs import prometheus
-from bundle.runs.prometheus import CONTENT_TYPE, PrometheusSink, format_exposition, parse_metric_key
+from bundle.runs.prometheus import (
+    OPENMETRICS_CONTENT_TYPE,
+    PrometheusSink,
+    format_exposition,
+    parse_metric_key,
+)
 from tests import command
 from tests.training.test_interruption import TINY
 
@@ -75,7 +80,7 @@ def test_whoever_asks_is_given_what_was_reported_last():
         sink.write(10, {"train/loss": 3.5, "train/grad_norm": 1.0})
         sink.write(20, {"train/loss": 3.25})
         kind, text = asked(sink.port)
-        assert kind == CONTENT_TYPE
+        assert kind == OPENMETRICS_CONTENT_TYPE
         assert families(text) == {
             "restarts": {"": 2.0},
             "step": {"": 20.0},

@@ -31,8 +31,8 @@ def test_what_a_rank_notices_is_kept_for_the_verdict_and_only_the_last_of_it(tmp
     monkeypatch.setenv(outcomes.LAUNCH_FOLDER_VARIABLE, str(tmp_path))
     for step in range(9):
         outcomes.record_notice(f"step {step}")
-    assert outcomes.read_last_notices(tmp_path) == ("step 5", "step 6", "step 7", "step 8")
-    assert outcomes.read_last_notices(tmp_path / "none") == ()
+    assert outcomes.read_recent_notices(tmp_path) == ("step 5", "step 6", "step 7", "step 8")
+    assert outcomes.read_recent_notices(tmp_path / "none") == ()
 
 
 @pytest.mark.world

@@ -25,7 +25,7 @@ class Seen(Exception):
 def main() -> None:
     runtime, rank = start_rank(plan_patches([CASE]))
     from bundle.engine import Engine
-    from bundle.engine.routes import build_forced_routes
+    from bundle.engine.routes import build_forced_routes_with_padding
     from bundle.errors import JobFailed
     from bundle.mcore import context, groups, routers
     from bundle.packing.packing import Packing
@@ -52,12 +52,16 @@ def main() -> None:
     # Routes that are not padded: the tokens lie as FP8 wants them, their routes as they would lie without it.
     part = {"part": rank, "parts": 2}
     plain = Packing.from_lengths(LENGTHS, CASE.alignment._replace(scaling=None))
-    unpadded = build_forced_routes(recorded[0], plain, routing, routing.layers, **part)
-    padded = build_forced_routes(recorded[0], batches[0].packing, routing, routing.layers, **part)
+    unpadded = build_forced_routes_with_padding(recorded[0], plain, routing, routing.layers, **part)
+    padded = build_forced_routes_with_padding(
+        recorded[0], batches[0].packing, routing, routing.layers, **part
+    )
     assert unpadded is not None and padded is not None
     model, layer = engine.models[0], routing.layers[0]
     said["rows"] = [len(one.experts[layer]) for one in (unpadded, padded)]
-    choices = context.RouterChoices(routers.map_routers_to_layers(model), routing.dtype, has_backward=False)
+    choices = context.RouterChoices(
+        routers.map_decoder_routers_to_layers(model), routing.dtype, has_backward=False
+    )
     with context.router_choices.set(choices), choices.record_forward(unpadded):
         try:
             forward(engine, batches[0])

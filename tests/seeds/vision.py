@@ -14,7 +14,7 @@ from torch import Tensor
 from bundle.capabilities.ascend import ASCEND
 from bundle.errors import BundleError
 from bundle.packing.images import ImageInputs
-from bundle.packing.packing import Packing, build_padding_masks
+from bundle.packing.packing import Packing, build_model_and_output_masks
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
@@ -116,7 +116,7 @@ def outcome(act: Callable[[], Any]) -> str:
 def upstream(make: Callable[[], Vision]) -> dict[str, str]:
     """What comes of the masks that upstream gives, or gave, to such models on NPUs."""
     rows, pack = (Packing.from_lengths(LENGTHS, Alignment(layout)) for layout in ("bshd", "thd"))
-    ids, valid = rows.pack_concatenated(TOKENS), rows.valid
+    ids, valid = rows.pack_concatenated_tokens(TOKENS), rows.valid
     future = torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)
     square = ~(valid[:, None, :, None] & valid[:, None, None, :]) | future
     used = make()
@@ -143,11 +143,11 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for layout in ("bshd", "thd"):
         packing = Packing.from_lengths(LENGTHS, Alignment(layout))
-        of = build_padding_masks(packing, ASCEND.find_mask("vlm", layout))
+        of = build_model_and_output_masks(packing, ASCEND.find_mask("vlm", layout))
         reached.clear()
         packs = packing if layout == "thd" else None
         logits = model(
-            packing.unsharded_bshd_packing.pack_concatenated(TOKENS),
+            packing.unsharded_bshd_packing.pack_concatenated_tokens(TOKENS),
             of.model,
             hands_on=packs is None,
             packing=packs,
@@ -161,7 +161,7 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
         }
     valid = Packing.from_lengths(LENGTHS, Alignment("bshd")).valid
     seen["handed on"] = outcome(
-        lambda: model(packing.unsharded_bshd_packing.pack_concatenated(TOKENS), valid, hands_on=True)
+        lambda: model(packing.unsharded_bshd_packing.pack_concatenated_tokens(TOKENS), valid, hands_on=True)
     )
     return seen
 

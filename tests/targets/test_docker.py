@@ -207,11 +207,11 @@ def root() -> None:
 
 def test_the_container_of_root_is_not_roots(root, tmp_path):
     run = tmp_path / "run"
-    assert docker.choose_current_user_or_owner(run) == f"{images.USER}:0"
+    assert docker.choose_nonroot_user(run) == f"{images.USER}:0"
     run.mkdir()
-    assert docker.choose_current_user_or_owner(run) == f"{images.USER}:0"
+    assert docker.choose_nonroot_user(run) == f"{images.USER}:0"
     os.chown(run, 1234, -1)
-    assert docker.choose_current_user_or_owner(run) == "1234:0"
+    assert docker.choose_nonroot_user(run) == "1234:0"
     tmp_path.chmod(0o755)
     done = run_bundle("launch", "docker", "demo", "--backend=cpu", "--dry-run", cwd=tmp_path, code=0)
     assert f" --user={images.USER}:0 " in done.stdout
@@ -285,7 +285,7 @@ def test_the_user_of_the_container_of_root_reads_the_job_and_writes_the_run(job,
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     tmp_path.chmod(0o755)
     job = replace(job, nodes=1, directory=tmp_path / "run")
-    user, before = docker.choose_current_user_or_owner(job.directory), os.umask(0o077)
+    user, before = docker.choose_nonroot_user(job.directory), os.umask(0o077)
     try:
         docker.submit(job, DockerOptions("bundle", user=user), tmp_path)
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bundle.errors import UsageError
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch import command, job
 from bundle.launch.job import Job, from_plan
 from bundle.launch.rendezvous import discover
@@ -102,6 +102,6 @@ def test_a_job_file_sets_no_variable_that_has_code_loaded(tmp_path, name, value,
     document = decided(tmp_path).dump()
     document["recipe"]["environment"] = {name: value}
     document["environment"][name] = value
-    document["digest"] = digest_json({k: v for k, v in document.items() if k != "digest"})
+    document["digest"] = compute_short_json_digest({k: v for k, v in document.items() if k != "digest"})
     with pytest.raises(UsageError, match=why):
         job.parse(json.dumps(document))

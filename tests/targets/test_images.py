@@ -26,7 +26,7 @@ def job():
 )
 def test_an_image_is_for_a_backend_a_chip_and_a_minor_of_megatron(job, backend, generation, megatron, found):
     asked = replace(job, backend=backend, generation=generation, megatron=megatron)
-    name = images.choose_image(asked, "registry.example/team")
+    name = images.find_matching_name(asked, "registry.example/team")
     assert name.startswith("registry.example/team/") and found in name
 
 
@@ -37,6 +37,6 @@ def test_an_image_is_for_a_backend_a_chip_and_a_minor_of_megatron(job, backend, 
 def test_where_there_is_none_those_that_there_are_are_named(job, backend, generation, megatron, messages):
     asked = replace(job, backend=backend, generation=generation, megatron=megatron)
     with pytest.raises(UsageError, match="--image") as refused:
-        images.choose_image(asked)
+        images.find_matching_name(asked)
     assert f"{backend}:" in str(refused.value)
     messages(str(refused.value).splitlines()[0])  # those that there are change with every image

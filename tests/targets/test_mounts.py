@@ -9,7 +9,7 @@ from bundle.launch.job import from_plan
 from bundle.planning import build_plan
 from bundle.planning.inputs import find_existing_local_inputs
 from bundle.recipe import load
-from bundle.targets.mounts import Mount, find_hidden_inputs
+from bundle.targets.mounts import Mount, find_unmounted_inputs
 from tests.command import run_bundle
 from tests.runs.test_origin import kept_by
 
@@ -99,7 +99,7 @@ def test_what_is_mounted_elsewhere_or_only_linked_to_is_not_seen(tmp_path):
             build_plan(recipe, backend="cpu", hardware_name="cpu", mcore="0.16.1"), tmp_path / "run"
         )
         return list(
-            find_hidden_inputs(
+            find_unmounted_inputs(
                 job, [Mount.from_option(each, tmp_path) for each in mounts], tmp_path, "say {}"
             )
         )

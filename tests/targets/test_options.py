@@ -13,7 +13,7 @@ from bundle.cli import launch
 from bundle.cli.request import JobRequest, Machines, expand_options
 from bundle.targets import docker, images, raycluster
 from bundle.targets.docker import DockerOptions
-from bundle.targets.kubernetes import FORMS
+from bundle.targets.kubernetes import FORMS_BY_NAME
 from bundle.targets.kubernetes.options import WORKLOAD_FORM_DESCRIPTIONS, KubernetesOptions
 from bundle.targets.local import LocalOptions
 from bundle.targets.ray import RayOptions
@@ -114,7 +114,7 @@ def test_the_options_of_a_target_are_those_that_are_recorded(target, messages):
 
 
 def test_every_form_has_a_help_text():
-    assert list(FORMS) == list(WORKLOAD_FORM_DESCRIPTIONS)
+    assert list(FORMS_BY_NAME) == list(WORKLOAD_FORM_DESCRIPTIONS)
 
 
 def run_verb(*words: str) -> list[str]:
@@ -154,7 +154,7 @@ def test_machines_wait_for_a_cluster_of_their_own_as_long_as_is_said(tmp_path, m
         called.append(wait)
         return 0
 
-    monkeypatch.setattr(raycluster, "run", run_cluster)
+    monkeypatch.setattr(raycluster, "run_node", run_cluster)
     file = tmp_path / "job.json"
     file.write_text(planned(1, 2, "cpu", "cpu").to_text())
     assert run_verb("ray", f"--job={file}", "--start", "--wait=3") == []

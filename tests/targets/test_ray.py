@@ -122,8 +122,8 @@ def test_who_started_rays_machines_says_nothing_of_the_nodes_of_a_job(tmp_path, 
 )
 def test_a_cluster_of_its_own_has_the_devices_of_the_job_and_a_dashboard_that_is_not_public(machine, asked):
     job = decided(*machine)
-    head = raycluster.build_start_arguments(job, "10.0.0.1:20001", "10.0.0.1", Path("/tmp/ray-0123"))
-    other = raycluster.build_start_arguments(job, "10.0.0.1:20001", "10.0.0.2", None)
+    head = raycluster.build_head_or_worker_arguments(job, "10.0.0.1:20001", "10.0.0.1", Path("/tmp/ray-0123"))
+    other = raycluster.build_head_or_worker_arguments(job, "10.0.0.1:20001", "10.0.0.2", None)
     alike = {"start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *asked}
     for words, own, where in (
         (head, "10.0.0.1", {"--head", "--port=20001", "--temp-dir=/tmp/ray-0123"}),
@@ -155,7 +155,7 @@ def test_others_reach_the_head_where_its_own_name_means_a_loopback_address(monke
 def test_other_machines_than_those_of_the_job_are_no_cluster_of_it(job, tmp_path, place, said):
     where = Rendezvous(2, 0, "h", 1, "slurm", "two tasks")._replace(**place)
     with pytest.raises(UsageError, match=re.escape(said)):
-        raycluster.run(job, tmp_path / "job.json", where, lambda: 0, 1)
+        raycluster.run_node(job, tmp_path / "job.json", where, lambda: 0, 1)
     assert not list(tmp_path.iterdir())
 
 

@@ -115,9 +115,9 @@ def test_every_launcher_asks_for_the_devices_of_the_plan_and_executes_its_file(
         assert words[2:] == ([] if launcher is of_slurm else where)
 
 
-@pytest.mark.parametrize("form", kubernetes.FORMS)
+@pytest.mark.parametrize("form", kubernetes.FORMS_BY_NAME)
 def test_every_form_of_kubernetes_asks_for_them_and_hands_the_file_over(job, form):
-    if (only := kubernetes.FORMS[form].backends) and job.backend not in only:
+    if (only := kubernetes.FORMS_BY_NAME[form].backends) and job.backend not in only:
         pytest.skip(f"{form} is for {only}")
     options = KubernetesOptions(image="bundle", claim="runs", form=form)
     objects: Any = kubernetes.build_objects(job, options)

@@ -167,7 +167,7 @@ def test_starts_that_come_to_one_step_each_end(job, tmp_path, steps, starts):
     for number in range(starts):
         step = steps[number] if number < len(steps) else steps[-1] + number - len(steps) + 1
         saved = CheckpointDirectory(tmp_path / str(number))
-        saved.create_partial(step)
+        saved.create_sole_partial(step)
         saved.publish(step, keep=1)
         saves = f"cp {saved.root}/latest {shlex.quote(str(checkpoints))}; exit 75"
         again = in_bash(text, saves, log)[-2:] == ["requeue", "7"]

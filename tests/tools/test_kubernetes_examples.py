@@ -2,7 +2,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from bundle.targets.kubernetes import FORMS
+from bundle.targets.kubernetes import FORMS_BY_NAME
 from tools.kubernetes import FOLDER, files
 
 HERE = Path(__file__).parents[2] / FOLDER
@@ -11,7 +11,7 @@ HERE = Path(__file__).parents[2] / FOLDER
 def test_the_examples_are_made_of_the_demo():
     written = {file.name: file.read_text() for file in HERE.iterdir()}
     assert written == dict(files()), "run: python -m tools.kubernetes"
-    assert {f"{form}.yaml" for form in FORMS} < set(written)
+    assert {f"{form}.yaml" for form in FORMS_BY_NAME} < set(written)
 
 
 def test_the_base_makes_the_config_map_that_its_objects_mount():

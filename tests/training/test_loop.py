@@ -14,7 +14,7 @@ from bundle.engine import Losses, StepResult
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.recipe import Recipe, load
 from bundle.runs import session
-from bundle.runs.metrics import MetricsWriter
+from bundle.runs.metrics import MetricsDispatcher
 from bundle.runs.progress import Progress
 from bundle.runs.session import Session
 from bundle.training import loop
@@ -67,7 +67,7 @@ class Slow:
         Clock.passes(STEP)
         self.losses.append(2.0)
 
-    def step(self) -> StepResult:
+    def step_optimizer(self) -> StepResult:
         return StepResult(self.gradient, 1e-3, updated=True)
 
     def take_losses(self) -> Losses:
@@ -119,7 +119,7 @@ def run(
         directory=SimpleNamespace(),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(save=save, poll=lambda: None),  # type: ignore[arg-type]
         watchdog=SimpleNamespace(report_progress=lambda _: None, extend_patience=nullcontext),  # type: ignore[arg-type]
-        metrics=MetricsWriter([kept]),
+        metrics=MetricsDispatcher([kept]),
         speed=SimpleNamespace(  # type: ignore[arg-type]
             compute_flops_per_rank=lambda *_: 6e12,
             compute_speed_and_memory=lambda flops, seconds: {"flops": flops, "seconds": seconds},
@@ -130,7 +130,7 @@ def run(
         progress=progress,
         identity={},
     )
-    made.export = lambda step=None: exported.append(step) if exported is not None else None  # type: ignore
+    made.write_configured_export = lambda step=None: exported.append(step) if exported is not None else None  # type: ignore
     loop.train(made, either, early_stopping or EarlyStopping(engine.recipe.train.early_stop))  # type: ignore[arg-type]
     return kept.lines
 

@@ -297,7 +297,7 @@ def _step(engine: Engine, packed: bool = False) -> tuple[float, float]:
             for x in tokens.split(2)
         ]
     engine.forward_backward(micro_batches)
-    norm = engine.step().grad_norm
+    norm = engine.step_optimizer().grad_norm
     return engine.take_losses().main, norm
 
 

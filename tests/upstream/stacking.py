@@ -20,14 +20,14 @@ def main() -> None:
     backends.set_up_runtime("cpu")
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from bundle.replacements.mtp import skip_mtp_without_labels
+    from bundle.replacements.mtp import disable_mtp_without_labels
 
     counted = [sum(step.target == TARGET for step in plan.steps), depth(GPTModel.forward)]
     for _ in range(2):
         patcher.apply(plan)
     counted.append(depth(GPTModel.forward))
     for _ in range(2):
-        GPTModel.forward = skip_mtp_without_labels(GPTModel.forward)
+        GPTModel.forward = disable_mtp_without_labels(GPTModel.forward)
     print(json.dumps([*counted, depth(GPTModel.forward)]))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bundle.capabilities.ascend import ASCEND
 from bundle.capabilities.cuda import CUDA
-from bundle.packing.packing import Packing, build_padding_masks
+from bundle.packing.packing import Packing, build_model_and_output_masks
 from bundle.recipe.alignment import Alignment
 
 LENGTHS = [38, 21]
@@ -18,7 +18,7 @@ LENGTHS = [38, 21]
 def test_two_rules_give_two_shapes():
     """What upstream does, with our least padding."""
     by_each_builder = [
-        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest_padded_length
+        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest_kernel_sequence_rows
         for scaling in (None, "blockwise")
     ]
     assert by_each_builder == [38, 40]
@@ -31,10 +31,10 @@ def test_two_rules_give_two_shapes():
 def test_ids_labels_and_masks_have_one_shape(backend):
     packing = Packing.from_lengths(LENGTHS, Alignment("bshd", scaling="blockwise"))
     ids = torch.arange(sum(LENGTHS))
-    of = build_padding_masks(packing, backend.find_mask("vlm", "bshd"))
+    of = build_model_and_output_masks(packing, backend.find_mask("vlm", "bshd"))
     built = [
-        packing.unsharded_bshd_packing.pack_concatenated(ids),
-        packing.pack_concatenated(ids, roll=1),
+        packing.unsharded_bshd_packing.pack_concatenated_tokens(ids),
+        packing.pack_concatenated_tokens(ids, roll=1),
         packing.valid,
         of.valid,
     ]

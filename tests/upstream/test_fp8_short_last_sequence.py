@@ -41,4 +41,6 @@ def test_a_single_row_is_not_repeated():
 def packed_by_all_ranks(length, cp):
     alignment = Alignment(cp=cp, scaling="blockwise")
     packings = [Packing.from_lengths([length], alignment, rank=rank) for rank in range(cp)]
-    return torch.cat([packing.pack_concatenated(torch.arange(length), fill=-1) for packing in packings])
+    return torch.cat(
+        [packing.pack_concatenated_tokens(torch.arange(length), fill=-1) for packing in packings]
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bundle.verification.check import CHECKS, Check, Gap, Observation, Raises, Status, judge
+from bundle.verification.check import CHECKS_BY_PATCH_ID, Check, Gap, Observation, Raises, Status, judge
 
 CHECK = Check(
     measurement="m:f",
@@ -41,6 +41,6 @@ def test_a_failed_result_says_what_was_seen_and_what_was_expected():
 
 
 def test_a_gap_that_would_pass_with_the_patch_is_no_failure_without():
-    for check in CHECKS.values():
+    for check in CHECKS_BY_PATCH_ID.values():
         for failure in check.without:
             assert not isinstance(failure, Gap) or failure.at_least > 10 * check.agreement

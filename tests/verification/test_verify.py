@@ -12,7 +12,7 @@ from bundle.environment.compatibility import Combination
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
 from bundle.verification import decide_patches, list_needed_patches, verify
-from bundle.verification.check import CHECKS, Status
+from bundle.verification.check import CHECKS_BY_PATCH_ID, Status
 from tests.command import run_bundle
 
 
@@ -25,7 +25,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_patch_has_a_check_and_every_check_a_patch():
-    assert {patch.id for patch in PATCHES} == set(CHECKS)
+    assert {patch.id for patch in PATCHES} == set(CHECKS_BY_PATCH_ID)
 
 
 def test_an_unknown_patch_is_a_usage_error(messages):
@@ -48,7 +48,7 @@ def test_default_release():
 def test_what_is_not_patched_and_what_takes_too_many_devices_is_not_provable():
     pytest.importorskip("megatron.core")
     patches = list_needed_patches(decide_patches("cpu"))
-    several = next(patch.id for patch in patches if CHECKS[patch.id].world > 1)
+    several = next(patch.id for patch in patches if CHECKS_BY_PATCH_ID[patch.id].world > 1)
     results = list(verify("cpu", [several, "mla-packed-qkv"], devices=1))
     assert {result.patch: result.status for result in results} == {
         several: Status.NOT_PROVABLE,

@@ -73,7 +73,7 @@ def step(case: Case, directory: Path, layout: str, how: str, runtime: Any) -> tu
     given = [batch(engine, numbers, NAMES, packed=False)]
     engine.forward_backward(given)
     wrong = misplaced(engine, how)
-    result = engine.step()
+    result = engine.step_optimizer()
     wrong += unplanned(engine, job)
     theirs = reference.tensors(directory)
     gradients = reference.tensors(directory / reference.GRADIENTS)
@@ -162,7 +162,7 @@ def continued(engine: Any, job: Any, runtime: Any, made: Any, given: Any, direct
     other.scheduler.load_state_dict(engine.scheduler.state_dict())
     for each in (engine, other):
         each.forward_backward(given)
-        each.step()
+        each.step_optimizer()
     pairs = zip(engine.models[0].named_parameters(), other.models[0].parameters(), strict=True)
     return [f"{name}: another after a checkpoint" for (name, a), b in pairs if not torch.equal(a, b)]
 

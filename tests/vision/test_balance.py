@@ -7,7 +7,7 @@ import pytest
 
 from bundle.data import prepare
 from bundle.data.loader import Loader
-from bundle.data.samples import BLANK_SAMPLE, partition_into_equal_size_groups
+from bundle.data.samples import BLANK_SAMPLE_NUMBER, list_balanced_group_members
 from bundle.recipe import load
 from bundle.training.loop import get_sequence_lengths
 from tests.vision import rows
@@ -82,7 +82,7 @@ def test_samples_of_a_blend_have_the_patches_of_their_data_sets(skewed):
     blend = (f"data.path=[{paths}]", "data.weights=[0.5, 0.5]", *sizes)
     job = load(str(rows.RECIPE), rows.overrides(skewed, *blend))
     corpus = prepare(job, skewed / "cache")
-    numbers = np.append(corpus.order.draw_samples(0, BATCH), BLANK_SAMPLE)
+    numbers = np.append(corpus.order.draw_samples(0, BATCH), BLANK_SAMPLE_NUMBER)
     each = [int(corpus.training.build_batch(number).grids.prod(1).sum()) for number in numbers[:, None]]
     assert corpus.training.count_patches(numbers).tolist() == each and len(set(each)) == 3
 
@@ -111,11 +111,11 @@ def test_samples_that_are_all_alike_stay_in_the_order_in_which_they_are_drawn(sk
 
 def test_all_are_dealt_in_equal_parts():
     costs = np.asarray([1, 50, 2, 40, 3, 30, 4, 20])
-    found = partition_into_equal_size_groups(costs, 4)
+    found = list_balanced_group_members(costs, 4)
     assert found.shape == (4, 2) and sorted(found.ravel().tolist()) == list(range(8))
     assert costs[found].tolist() == [[50, 1], [40, 2], [30, 3], [20, 4]]
-    assert partition_into_equal_size_groups(np.asarray([9, 8, 1, 1, 1, 0]), 2).tolist() == [
+    assert list_balanced_group_members(np.asarray([9, 8, 1, 1, 1, 0]), 2).tolist() == [
         [0, 3, 5],
         [1, 2, 4],
     ]
-    assert partition_into_equal_size_groups(np.asarray([5, 9, 7]), 1).tolist() == [[1, 2, 0]]
+    assert list_balanced_group_members(np.asarray([5, 9, 7]), 1).tolist() == [[1, 2, 0]]

@@ -42,7 +42,7 @@ def wanted(family, directory):
     processing = MediaProcessor.from_recipe(clips.job(directory, family))
     assert processing is not None
     video, still = (
-        processing.read_encoded(Medium(kind, f"images/{name}"), directory)
+        processing.read_bytes_and_grid(Medium(kind, f"images/{name}"), directory)
         for kind, name in (("video", "file of 11.webp"), ("image", "still.png"))
     )
     return ids, [video, still], [torch.from_numpy(processing.extract_patches(of)) for of in (video, still)]

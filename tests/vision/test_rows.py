@@ -12,7 +12,7 @@ import torch
 
 from bundle.architectures.multimodal import FAMILIES as IMAGE_FAMILIES
 from bundle.data import prepare
-from bundle.data.media import Column, Picture, extract_media
+from bundle.data.media import Picture, RowColumn, pop_media
 from bundle.data.processing import MediaProcessor
 from bundle.data.sources import CorruptData
 from bundle.data.tokenizers import HuggingFaceTokenizer
@@ -60,7 +60,7 @@ def test_patches_are_those_of_transformers(tmp_path, size, mode):
     ours = processing(tmp_path, *(f"data.images.{name}={value}" for name, value in limits.items()))
     known = {n: v for n, v in rows.digits.PROCESSING.items() if n not in ("image_processor_type", *limits)}
     theirs = kind(**known, **limits)(images=[of.convert("RGB")], return_tensors="np")
-    picture = ours.read_encoded(content(of), tmp_path)
+    picture = ours.read_bytes_and_grid(content(of), tmp_path)
     assert [list(picture.grid)] == theirs["image_grid_thw"].tolist()
     assert np.abs(ours.extract_patches(*picture.contents) - theirs["pixel_values"]).max() < 1e-6
 
@@ -85,7 +85,7 @@ def test_what_is_learned_and_shown_at_every_token(tmp_path):
     made = corpus(directory, "data.sequence_length=96", "data.images.max_pixels=512")
     (store,), tokenizer = made.stores, HuggingFaceTokenizer(directory / "tokenizer")
     seen = []
-    for start, length in zip(store.starts, store.lengths, strict=True):
+    for start, length in zip(store.document_starts, store.lengths, strict=True):
         ids, learned = (of[start : start + length] for of in (store.ids, store.loss_mask))
         text = "".join(
             f"[{tokenizer.decode([int(each)])}]" if is_learned else tokenizer.decode([int(each)])
@@ -147,7 +147,7 @@ NAMED = [
 def test_ways_to_name_an_image(tmp_path, part):
     directory = rows.write(tmp_path / "data", [asking([part])], {"images/a.png": PLAIN})
     (store,) = corpus(directory).stores
-    assert store.pictures.read_picture(0).contents == (PLAIN,)
+    assert store.pictures.read_encoded_picture(0).contents == (PLAIN,)
 
 
 def test_rows_of_llava_have_their_images(tmp_path):
@@ -155,7 +155,7 @@ def test_rows_of_llava_have_their_images(tmp_path):
     row = {"id": "000000033471", "image": "images/a.png", "conversations": said}
     directory = rows.write(tmp_path / "data", [row], {"images/a.png": PLAIN})
     (store,) = corpus(directory).stores
-    assert store.pictures.read_picture(0).contents == (PLAIN,)
+    assert store.pictures.read_encoded_picture(0).contents == (PLAIN,)
     assert np.count_nonzero(store.ids == 259) == 4, "tokens of one image, and no text <image>"
 
 
@@ -168,7 +168,7 @@ def test_parquet_holds_bytes(tmp_path, key):
     parquet.write_table(pyarrow.Table.from_pylist([row]), directory / "rows.parquet")
     given = f"data.path=[{directory / 'rows.parquet'}]"
     (store,) = corpus(directory, "data.source=parquet", given).stores
-    assert store.pictures.read_picture(0).contents == (PLAIN,)
+    assert store.pictures.read_encoded_picture(0).contents == (PLAIN,)
 
 
 HUGE = content(image(300, 300))
@@ -428,18 +428,16 @@ def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
     assert one.pictures.grids.tolist() == other.pictures.grids.tolist()
     wanted = [picture(number, at) for number in range(8) for at in range(number % 3)]
     for of in (one.pictures, other.pictures):
-        assert [of.read_picture(number) for number in range(len(wanted))] == wanted
+        assert [of.read_encoded_picture(number) for number in range(len(wanted))] == wanted
     assert other.pictures.find_pictures(np.asarray([4, 2])).tolist() == [3, 1, 2]
     assert {path.name for path in begun.iterdir()} == {path.name for path in whole.iterdir()}
 
 
 def test_marks_are_text_where_a_row_has_no_images():
     messages = [{"role": "user", "content": "what is <image>?"}]
-    assert extract_media(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
+    assert pop_media(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
     with pytest.raises(CorruptData):
-        extract_media(
-            [{"role": "user", "content": "<image> and <image>"}], {"image": Column("images", ["a"])}
-        )
+        pop_media([{"role": "user", "content": "<image> and <image>"}], {"image": RowColumn("images", ["a"])})
 
 
 def test_a_batch_becomes_images_of_the_model(tmp_path):

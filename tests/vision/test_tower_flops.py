@@ -53,7 +53,9 @@ def counted(case, grids, model):
     """What torch counts, forward and backward; behind adapters of blocks all lets gradients by."""
     tower = reference.tower(case)
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(model.lora is None and not model.vision.freezes(f"{TOWER_PREFIX}{name}"))
+        parameter.requires_grad_(
+            model.lora is None and not model.vision.is_tensor_frozen(f"{TOWER_PREFIX}{name}")
+        )
     if model.lora and "qkv" in model.lora.targets:
         tower.patch_embed.register_forward_hook(lambda of, given, out: out.requires_grad_())
     v = case.vision

@@ -72,7 +72,7 @@ def test_inputs_are_those_of_transformers_processors(tmp_path, family):
     assert vision is not None
     for number, name in enumerate(EVERY):
         wanted = known[f"{family.removesuffix('_moe')}, {name}"]
-        begin, length = store.starts[number], store.lengths[number]
+        begin, length = store.document_starts[number], store.lengths[number]
         assert store.ids[begin : begin + length].tolist() == wanted["ids"]
         batch = made.training.build_batch(np.asarray([number]))
         assert batch.grids.tolist() == wanted["grids"]
@@ -175,7 +175,7 @@ def test_what_is_learned_at_every_token(tmp_path):
         turns = ((f"{shown[0]}or(#)?", "[o][n][e]"), (f"and {shown[1]}", "[t][w][o]"))
         wanted = [f"^user\n{asked}{end}\n^assistant\n{answer}[{end}][\n]" for asked, answer in turns]
         assert seen == "".join(wanted)
-        assert [store.pictures.read_picture(number).is_frame_list for number in range(3)] == [
+        assert [store.pictures.read_encoded_picture(number).is_frame_list for number in range(3)] == [
             True,
             False,
             True,
@@ -207,7 +207,7 @@ NAMED = [
 @pytest.mark.parametrize("part", NAMED)
 def test_ways_to_name_a_video(tmp_path, part):
     (store,) = corpus(data(tmp_path, [asking([part])])).stores
-    picture = store.pictures.read_picture(0)
+    picture = store.pictures.read_encoded_picture(0)
     assert picture.contents == (MOVING,) and not picture.is_frame_list
     assert picture.fps == (5 if "fps" in str(part) else 4)
 
@@ -222,7 +222,7 @@ def test_parquet_holds_bytes(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist([row]), directory / "rows.parquet")
     given = f"data.path=[{directory / 'rows.parquet'}]"
     (store,) = corpus(directory, "data.source=parquet", given).stores
-    assert store.pictures.read_picture(0).contents == tuple(content(of) for of in THREE)
+    assert store.pictures.read_encoded_picture(0).contents == tuple(content(of) for of in THREE)
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "PNG", "matroska", "mp4", "avi", "mpegts"])
@@ -235,8 +235,10 @@ def test_files_have_the_frames_that_a_list_of_them_has(tmp_path, kind):
         of = rows.film(shown, 10, kind)
     processing = MediaProcessor.from_recipe(job(data(tmp_path, [])))
     assert processing is not None
-    file = processing.read_encoded(Medium("video", of, 5.0), tmp_path)
-    every_other = processing.read_encoded(Medium("video", [content(of) for of in shown[::2]], 5.0), tmp_path)
+    file = processing.read_bytes_and_grid(Medium("video", of, 5.0), tmp_path)
+    every_other = processing.read_bytes_and_grid(
+        Medium("video", [content(of) for of in shown[::2]], 5.0), tmp_path
+    )
     assert (file.grid, file.seconds) == (every_other.grid, every_other.seconds) == ((3, 8, 12), 0.4)
     assert np.array_equal(processing.extract_patches(file), processing.extract_patches(every_other))
 
@@ -248,7 +250,7 @@ def test_a_gif_has_its_frames(tmp_path):
     processing = MediaProcessor.from_recipe(job(data(tmp_path, [])))
     assert processing is not None
     file, listed = (
-        processing.read_encoded(Medium("video", of, 10.0), tmp_path)
+        processing.read_bytes_and_grid(Medium("video", of, 10.0), tmp_path)
         for of in (clip(shades, "GIF"), [content(of) for of in shades])
     )
     assert np.array_equal(processing.extract_patches(file), processing.extract_patches(listed))
@@ -260,7 +262,7 @@ def test_of_every_number_of_frames_none_is_taken_behind_the_last(tmp_path):
     )
     assert processing is not None
     gif = clip([image(16, 16, seed=number) for number in range(75)], "GIF")
-    read = processing.read_encoded(Medium("video", gif), tmp_path)
+    read = processing.read_bytes_and_grid(Medium("video", gif), tmp_path)
     assert read.grid == (7, 6, 6) and len(processing.extract_patches(read)) == 7 * 6 * 6
     for count, fps in product(range(8, 900), (10, 29.97)):
         numbers = processing.videos._sample_frames(VideoMetadata(count, fps, 16, 16), 2.0)
@@ -448,7 +450,7 @@ def test_a_pack_has_the_videos_of_its_sequences_in_order(tmp_path):
     }
     assert sorted(batch.documents.tolist()) == [0, 1, 2]
     wanted = [
-        processing.read_encoded(of, tmp_path)
+        processing.read_bytes_and_grid(of, tmp_path)
         for document in batch.documents
         for of in pictures[int(document)]
     ]

@@ -11,14 +11,14 @@ from safetensors import safe_open
 
 from bundle.architectures import from_config
 from bundle.errors import JobFailed, UsageError
-from bundle.pretrained.writing import OutputTensor
-from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_header_tensors
+from bundle.pretrained.writing import OutputTensorHeader
+from bundle.weight_sync.manifest import ExpectedTensors, build_expected_tensors, read_header_tensors
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.families import CONFIGS
 from tests.rollouts.sglang.contract_server import wait_until
 
-TABLE = NameTable.from_architecture(from_config(CONFIGS["latent"]))
-EMPTY = NameTable({}, frozenset(), {})
+TABLE = ExpectedTensors.from_architecture(from_config(CONFIGS["latent"]))
+EMPTY = ExpectedTensors({}, frozenset(), {})
 
 
 def draw_tensors():
@@ -149,12 +149,12 @@ def test_names_of_a_draft_are_left_out_or_sent_by_what_the_server_has(tmp_path):
     assert set(alone.left_out) == TABLE.draft & tensors.keys() and both.left_out == ()
     assert {name for name, tensor in both.tensors.items() if tensor.role == "draft"} == set(alone.left_out)
     assert {tensor.role for tensor in alone.tensors.values()} == {"target"}
-    declared = build_declared_tensors(TABLE, "BF16")
+    declared = build_expected_tensors(TABLE, "BF16")
     for manifest in (alone, both):
         manifest.check_server_tensors(declared)
         # Copies may be among the files of a checkpoint, or not.
         manifest.check_server_tensors(
-            declared | {name: OutputTensor(name, "BF16", (1,)) for name in TABLE.copies}
+            declared | {name: OutputTensorHeader(name, "BF16", (1,)) for name in TABLE.copies}
         )
 
 
@@ -162,9 +162,9 @@ def test_other_names_shapes_and_kinds_of_numbers_are_refused_in_both_directions(
     transport = FilesTransport(tmp_path, EMPTY, has_draft=False)
     manifest = transport.write(1, [("a", torch.ones(2)), ("b", torch.ones(3)), ("c", torch.ones(4))]).manifest
     declared = {
-        "b": OutputTensor("b", "F32", (3, 1)),
-        "c": OutputTensor("c", "F8_E4M3", (4,)),
-        "d": OutputTensor("d", "F32", (1,)),
+        "b": OutputTensorHeader("b", "F32", (3, 1)),
+        "c": OutputTensorHeader("c", "F8_E4M3", (4,)),
+        "d": OutputTensorHeader("d", "F32", (1,)),
     }
     with pytest.raises(JobFailed) as error:
         manifest.check_server_tensors(declared)

@@ -12,7 +12,7 @@ from pathlib import Path
 from bundle.environment.image import BuildInfo, get_python_version, list_distribution_versions
 from bundle.environment.packages import InstalledPackages
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.files import read_bytes_if_small
+from bundle.files import read_bytes_or_none
 from tools.images.definition import Definition, Target
 
 # What of these goes into the wheel; and what writes the record.
@@ -27,7 +27,7 @@ def fingerprint(root: Path, definition: Definition, target: Target) -> str:
     digest = hashlib.sha256()
     digest.update(json.dumps(_entry(definition, target), sort_keys=True).encode())
     for file in files(root, target):
-        content = read_bytes_if_small(file, LARGEST)
+        content = read_bytes_or_none(file, LARGEST)
         if content is None:
             raise UsageError(f"{file}: not a readable file of at most {LARGEST >> 20} MiB")
         name = file.relative_to(root).as_posix()

@@ -17,11 +17,11 @@ from bundle.environment.search import find_distributions, read_distribution
 from bundle.errors import UsageError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.definitions import DeclaredDefinitions, Definitions
+from bundle.patches.definitions import Definitions, EvidenceDefinitions
 from bundle.patches.entry import Patch, Trap
 from bundle.patches.megatron_core import (
-    REVIEW_TABLE_FIELDS,
     REVIEW_TABLE_FILE,
+    REVIEW_TABLE_LISTING_NAMES,
     Listing,
     ReviewTable,
     load_review_table,
@@ -63,12 +63,12 @@ def read(trees: Mapping[str, Path]) -> ReviewTable:
             if found is not None and target in by_signature:
                 signatures[target].setdefault(found.signature_fingerprint, []).append(reference)
         for entry in ENTRIES:
-            verdict = entry.defect(DeclaredDefinitions(definitions, frozenset(entry.evidence_targets)))
+            verdict = entry.defect(EvidenceDefinitions(definitions, frozenset(entry.evidence_targets)))
             defects[entry.id].setdefault(verdict, []).append(reference)
         asked.update(tree.list_requested_modules())
     for module in sorted(asked):
         for reference in references:
-            digest = source.compute_digest(trees[reference], module)
+            digest = source.compute_module_digest(trees[reference], module)
             if digest:
                 modules.setdefault(module, {}).setdefault(digest, []).append(reference)
     return ReviewTable(tuple(references), *map(_joined, (targets, signatures, defects, modules)))
@@ -102,7 +102,7 @@ def record(table: ReviewTable, path: Path) -> None:
     """Writes the table as releases.json."""
     document = {
         "references": " ".join(table.references),
-        **{listing: getattr(table, listing) for listing in REVIEW_TABLE_FIELDS},
+        **{listing: getattr(table, listing) for listing in REVIEW_TABLE_LISTING_NAMES},
     }
     path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
@@ -114,7 +114,7 @@ def merged(tables: Iterable[ReviewTable], order: Iterable[str]) -> ReviewTable:
         references,
         *(
             _merged([getattr(table, listing) for table in tables], references)
-            for listing in REVIEW_TABLE_FIELDS
+            for listing in REVIEW_TABLE_LISTING_NAMES
         ),
     )
 

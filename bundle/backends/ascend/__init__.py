@@ -23,7 +23,7 @@ def set_up_runtime() -> "Runtime":
     redirect_cuda_to_npu()
     from bundle.backends.ascend import facade
 
-    facade.install()
+    facade.replace_attributes()
     # It imports megatron, which must meet the facade.
     from bundle.backends.ascend.runtime import AscendRuntime
 

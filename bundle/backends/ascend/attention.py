@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.backends import core_attention
-from bundle.backends.ascend.context import build_chunks, gather_attended_rows
+from bundle.backends.ascend.context import build_query_key_chunks, gather_attended_rows
 from bundle.backends.ascend.operators import find_operator
 from bundle.capabilities import AttentionKernel
 from bundle.capabilities.ascend import ASCEND
@@ -216,15 +216,15 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
         causal, heads = kind in ("causal", "padding_causal"), query.shape[-2]
         group = self.find_context_group(packed)
         if group is not None:
-            return self._attend_over_ranks(query, key, value, mask, packed, group, causal=causal)
-        boundaries = None if packed is None else _read_boundaries(packed, causal=causal)
+            return self._attend_with_gathered_rows(query, key, value, mask, packed, group, causal=causal)
+        boundaries = None if packed is None else _read_padded_boundaries(packed, causal=causal)
         rows = AttentionCallShape(query.shape[0], key.shape[0], query.device, query.shape[1], boundaries)
         if packed is None:
             query, key, value = (x.flatten(2) for x in (query, key, value))
         out = self._run_kernel(query, key, value, build_mask_arguments(mask, rows, causal=causal), heads)
         return out.unflatten(-1, (heads, -1)) if packed is None else out
 
-    def _attend_over_ranks(
+    def _attend_with_gathered_rows(
         self,
         query: Tensor,
         key: Tensor,
@@ -242,8 +242,10 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
             boundaries = tuple(range(0, full_length * shape[1] + 1, full_length))
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         else:
-            boundaries = _read_boundaries(packed, causal=causal)[1]
-        chunks = build_chunks(boundaries, group.size(), group.rank(), causal=causal, device=query.device)
+            boundaries = _read_padded_boundaries(packed, causal=causal)[1]
+        chunks = build_query_key_chunks(
+            boundaries, group.size(), group.rank(), causal=causal, device=query.device
+        )
         key, value = (gather_attended_rows(x, chunks, group) for x in (key, value))
         rows = AttentionCallShape(
             query.shape[0], key.shape[0], query.device, boundaries=(chunks.queries, chunks.keys)
@@ -261,7 +263,7 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
         )
 
 
-def _read_boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _read_padded_boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the boundaries of packed queries and keys.
 
     The kernel knows no gaps between sequences. Their padding is rows like others, behind every real row,

@@ -31,7 +31,7 @@ class SequenceChunks:
 
 
 @lru_cache(maxsize=8)  # made once for a micro-batch, and not once for every layer
-def build_chunks(
+def build_query_key_chunks(
     boundaries: tuple[int, ...], cp: int, rank: int, *, causal: bool, device: torch.device
 ) -> SequenceChunks:
     """Return the chunks of `rank` of whole sequences with these (padded) boundaries.

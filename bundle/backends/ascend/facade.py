@@ -13,7 +13,7 @@ import torch
 
 from bundle.backends.ascend import permutation
 from bundle.backends.ascend.operators import find_operator
-from bundle.backends.compiling import wrap_torch_compile
+from bundle.backends.compiling import exempt_megatron_from_compile
 from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
 
 _COMPUTE_CAPABILITY = (8, 0)  # the least that bf16 is asked for
@@ -27,7 +27,7 @@ def set_rotary_operator_enabled(is_enabled: bool) -> None:
     _is_rotary_enabled = is_enabled
 
 
-def install(targets: Collection[str] = tuple(REPLACEMENT_REASONS_BY_TARGET)) -> None:
+def replace_attributes(targets: Collection[str] = tuple(REPLACEMENT_REASONS_BY_TARGET)) -> None:
     """Replace `targets`, attributes that FACADE names; do nothing if some are replaced already.
 
     Megatron is imported after torch's attributes are replaced, since it binds some of them.
@@ -146,7 +146,7 @@ _PERMUTATION_REPLACEMENTS = (
     permutation.fused_sort_chunks_by_index_with_probs,
 )
 _REPLACEMENT_BUILDERS: dict[str, Callable[[Any], Any]] = {
-    "torch:compile": lambda original: wrap_torch_compile(original, lambda: True),
+    "torch:compile": lambda original: exempt_megatron_from_compile(original, lambda: True),
     "torch:Tensor.type": _replace_type,
     "torch:cuda.get_device_capability": _replace_capability,
     f"{_SWIGLU_MODULE}:swiglu": _replace_swiglu,

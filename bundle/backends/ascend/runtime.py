@@ -61,7 +61,7 @@ class AscendRuntime:
         if wrong:
             raise UsageError("backend ascend cannot train this job", wrong)
 
-    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_adam_fusion(self, recipe: Recipe) -> bool:
         """Return whether torch's Adam updates by its fused kernel."""
         return ASCEND.uses_operator(recipe, "adamw")
 
@@ -75,6 +75,6 @@ class AscendRuntime:
         norm = AscendNorm if ASCEND.uses_operator(recipe, "rms_norm") else local.LocalNorm
         experts = GroupedExperts if ASCEND.uses_operator(recipe, "grouped_experts") else SequentialMLP
         facade.set_rotary_operator_enabled(ASCEND.uses_operator(recipe, "rotary"))
-        layer_specs = gpt.build_attention_only_specs(config, chunk, transformer_engine=False)
+        layer_specs = gpt.build_softmax_attention_specs(config, chunk, transformer_engine=False)
         both, classes = (layer_specs.decoder, layer_specs.mtp), {SequentialMLP: experts}
         return gpt.Specs(*(local.adapt_spec(spec, classes, attention=attention, norm=norm) for spec in both))

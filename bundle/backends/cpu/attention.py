@@ -244,7 +244,7 @@ def attend(
     heads, out_dim = query.shape[2], value.shape[-1]
     # The fused kernel takes one head dim for all three; zeros change no product and cost little.
     width = max(query.shape[-1], out_dim)
-    q, k, v = (_expand_heads(x, heads, width) for x in (query, key, value))
+    q, k, v = (_prepare_attention_operand(x, heads, width) for x in (query, key, value))
     sink = None
     if sinks is not None:
         q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
@@ -273,7 +273,7 @@ def attend(
     return output[..., :out_dim].permute(2, 0, 1, 3).to(query.dtype)
 
 
-def _expand_heads(x: Tensor, heads: int, width: int) -> Tensor:
+def _prepare_attention_operand(x: Tensor, heads: int, width: int) -> Tensor:
     """Return [b, n, s, width], float32 or wider, from [s, b, groups, d]."""
     x = x.permute(1, 2, 0, 3)
     if x.dtype not in (torch.float32, torch.float64):

@@ -134,7 +134,7 @@ class _CudaMeansCpu(TorchFunctionMode):
                 kwargs = {**kwargs, "device": CPU}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
-        replacement = _REPLACEMENTS.get(func)
+        replacement = _TENSOR_AND_DEVICE_REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -151,7 +151,7 @@ def _convert_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor
     return tensor.to(*(CPU if _is_cuda_device(a) else a for a in args), **kwargs)
 
 
-def _emulate_cuda_tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+def _get_or_cast_cuda_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     # The optimizers compare type() with "torch.cuda.FloatTensor" and refuse any other name.
     if dtype is None:
         return tensor.type().replace("torch.", "torch.cuda.", 1)
@@ -163,20 +163,20 @@ def _make_device(*args: Any, **kwargs: Any) -> torch.device:
     return CPU if _is_cuda_device(named) else torch.device(*args, **kwargs)
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+_TENSOR_AND_DEVICE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cuda: _return_tensor,
     torch.Tensor.pin_memory: _return_tensor,
     torch.Tensor.record_stream: _do_nothing,
     torch.Tensor.to: _convert_to,
-    torch.Tensor.type: _emulate_cuda_tensor_type,
+    torch.Tensor.type: _get_or_cast_cuda_type,
     torch.device: _make_device,
 }
-_MODE = _CudaMeansCpu()
+_TORCH_FUNCTION_MODE = _CudaMeansCpu()
 _thread = threading.local()
 
 
 def _is_mode_on() -> bool:
-    return _MODE in _get_current_function_mode_stack()
+    return _TORCH_FUNCTION_MODE in _get_current_function_mode_stack()
 
 
 def has_entered_megatron_calls() -> bool:
@@ -199,7 +199,7 @@ def megatron_calls() -> Iterator[None]:
         return
     _thread.inside = True
     try:
-        with _MODE:
+        with _TORCH_FUNCTION_MODE:
             yield
     finally:
         _thread.inside = False
@@ -214,7 +214,7 @@ def wrap_autograd_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _MODE if has_entered_megatron_calls() and not _is_mode_on() else nullcontext():
+        with _TORCH_FUNCTION_MODE if has_entered_megatron_calls() and not _is_mode_on() else nullcontext():
             return original(*args, **kwargs)
 
     return run

@@ -4,7 +4,7 @@
     with megatron_calls(): ...    # around whatever executes megatron's code
     facade.uninstall()
 
-`torch.cuda.is_available()` stays False. Only the targets of `capabilities.cpu.REPLACEMENT_REASONS_BY_TARGET`
+`torch.cuda.is_available()` stays False. Only the names of `capabilities.cpu.REPLACEMENT_REASON_BY_TORCH_NAME`
 are replaced. Other libraries of the process (transformers, an evaluation) still choose the cpu by themselves.
 What megatron bound by value at import keeps our objects after `uninstall`; they are stateless.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.backends.compiling import wrap_torch_compile
+from bundle.backends.compiling import exempt_megatron_from_compile
 from bundle.backends.cpu import collectives, emulation
 from bundle.backends.cpu.emulation import has_entered_megatron_calls, megatron_calls, wrap_autograd_engine
-from bundle.capabilities.cpu import REPLACEMENT_REASONS_BY_TARGET
+from bundle.capabilities.cpu import REPLACEMENT_REASON_BY_TORCH_NAME
 from bundle.errors import EnvironmentUnfit
 
 __all__ = ["hide_gpu_libraries", "install", "is_installed", "megatron_calls", "uninstall"]
@@ -83,7 +83,7 @@ def _build_replacements() -> dict[str, Any]:
         "torch.distributed:reduce_scatter": _dispatch_megatron_calls(
             collectives.reduce_scatter, dist.reduce_scatter
         ),
-        "torch:compile": wrap_torch_compile(torch.compile, is_installed),
+        "torch:compile": exempt_megatron_from_compile(torch.compile, is_installed),
     }
 
 
@@ -93,7 +93,7 @@ def _find_owner(target: str) -> tuple[Any, str]:
 
 
 def install() -> None:
-    """Replace the targets of `capabilities.cpu.REPLACEMENT_REASONS_BY_TARGET`, unless they are replaced.
+    """Replace the targets of `capabilities.cpu.REPLACEMENT_REASON_BY_TORCH_NAME`, unless they are replaced.
 
     Raises EnvironmentUnfit where a GPU is visible, or where megatron was imported before.
     """
@@ -113,7 +113,7 @@ def install() -> None:
     # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
     from torch import _dynamo  # noqa: F401
 
-    _originals.update((target, getattr(*_find_owner(target))) for target in REPLACEMENT_REASONS_BY_TARGET)
+    _originals.update((target, getattr(*_find_owner(target))) for target in REPLACEMENT_REASON_BY_TORCH_NAME)
     for target, replacement in _build_replacements().items():
         setattr(*_find_owner(target), replacement)
     _MEGATRON_RNG_LOGGER.addFilter(_is_not_rng_warning)

@@ -13,7 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from bundle.backends.cpu.scaling import ForwardPurpose, LayerQuantisers, build_quantisers, find_phase
+from bundle.backends.cpu.scaling import (
+    ForwardPassPurpose,
+    LayerQuantisers,
+    build_quantisers,
+    find_forward_or_recompute_phase,
+)
 from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS
 from bundle.mcore import filter_keywords
@@ -26,10 +31,10 @@ def make_fp8_layer(base: type, fp8: FP8) -> type:
 
     It compares equal to `base`, so that megatron's specs take it for `base`.
     """
-    return _SameAsBase(f"Fp8{base.__name__}", (_Fp8Linear, base), {"fp8": fp8})
+    return _EqualToBase(f"Fp8{base.__name__}", (_Fp8Linear, base), {"fp8": fp8})
 
 
-class _SameAsBase(type):
+class _EqualToBase(type):
     """Megatron asks `linear_q_down_proj in [TELinear]`, and TELinear on cpu is our duplicated layer."""
 
     def __eq__(cls, other: object) -> bool:
@@ -63,7 +68,7 @@ class _Fp8Linear:
 
     def get_extra_state(self) -> Any:
         """Return what checkpoints keep beside the weights. Megatron and Transformer Engine name it so."""
-        return self._quantisers.get_state()
+        return self._quantisers.get_delayed_state()
 
     def set_extra_state(self, state: Any) -> None:
         """Restore what `get_extra_state` returned; a checkpoint of a model without FP8 has None here."""
@@ -92,7 +97,9 @@ class _Fp8Linear:
         elif allreduce_dgrad:
             input = copy(input, **filter_keywords(copy, group=tp_group))
         self._refuse_sizes(input, weight)
-        return multiply_in_fp8(input, weight, bias, self._quantisers, find_phase(training=self.training))
+        return multiply_in_fp8(
+            input, weight, bias, self._quantisers, find_forward_or_recompute_phase(training=self.training)
+        )
 
     def _refuse_sizes(self, x: Tensor, weight: Tensor) -> None:
         multiple, source = SCALINGS[self.fp8.scaling].row_multiple, SCALINGS[self.fp8.scaling].source
@@ -116,7 +123,7 @@ class _Fp8Linear:
 
 
 def multiply_in_fp8(
-    x: Tensor, weight: Tensor, bias: Tensor | None, quantisers: LayerQuantisers, phase: ForwardPurpose
+    x: Tensor, weight: Tensor, bias: Tensor | None, quantisers: LayerQuantisers, phase: ForwardPassPurpose
 ) -> Tensor:
     """Return [..., out]: `x` [..., in] times `weight` [out, in] transposed, plus `bias` [out].
 
@@ -137,7 +144,7 @@ class _Fp8Matmul(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         quantisers: LayerQuantisers,
-        phase: ForwardPurpose,
+        phase: ForwardPassPurpose,
     ) -> Tensor:
         round_x, round_weight = quantisers.input(x.float(), phase), quantisers.weight(weight.float(), phase)
         ctx.save_for_backward(x, weight)
@@ -154,7 +161,7 @@ class _Fp8Matmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         round_x, round_weight = ctx.roundings
         g = gradient.float()
-        round_gradient = ctx.gradient(g, ForwardPurpose.TRAINED)
+        round_gradient = ctx.gradient(g, ForwardPassPurpose.TRAINED)
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             d_x = (round_gradient(g, 1) @ round_weight(weight.float(), 0)).to(x.dtype)

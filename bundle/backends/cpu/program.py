@@ -39,8 +39,8 @@ def start() -> None:
         setattr(torch.cuda, name, stand_in)
     for name in ("init_process_group", "new_group"):
         setattr(dist, name, _use_gloo(getattr(dist, name)))
-    sys.modules.setdefault(_LEGACY_FUSED_KERNELS, _build_kernel_compiler_stub())
-    _replace_megatron_layers()
+    sys.modules.setdefault(_LEGACY_FUSED_KERNELS, _build_fused_kernels_stub())
+    _replace_attention_and_norm()
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -79,14 +79,14 @@ def _use_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _build_kernel_compiler_stub() -> ModuleType:
+def _build_fused_kernels_stub() -> ModuleType:
     """Return a module that stands in for the one that compiles kernels."""
     module = ModuleType(_LEGACY_FUSED_KERNELS)
     module.load = _do_nothing  # type: ignore[attr-defined]
     return module
 
 
-def _replace_megatron_layers() -> None:
+def _replace_attention_and_norm() -> None:
     """Put the cpu's layers under megatron's names: attention over ranks and packs, split norms.
 
     They import megatron, which must meet the facade.

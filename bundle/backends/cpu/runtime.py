@@ -41,13 +41,13 @@ class CpuRuntime:
         """
         return {"attention_backend": AttnBackend[CPU.choose_attention(recipe, None).value]}
 
-    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_adam_fusion(self, recipe: Recipe) -> bool:
         """Return False: the cpu has one order of operations, whatever other backends fuse."""
         return False
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Return megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
-        layer_specs = gpt.build_attention_only_specs(config, chunk, transformer_engine=False)
+        layer_specs = gpt.build_softmax_attention_specs(config, chunk, transformer_engine=False)
         return gpt.Specs(
             *(adapt_spec(spec, recipe.model.fp8) for spec in (layer_specs.decoder, layer_specs.mtp))
         )

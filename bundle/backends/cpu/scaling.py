@@ -58,7 +58,7 @@ def find_amax(x: Tensor) -> Tensor:
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
-def round_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_quantize_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x`, float32, rounded to numbers of `dtype` under `scale`: to nearest, ties to even."""
     limit = torch.finfo(dtype).max
     return (x * scale).clamp(-limit, limit).to(dtype).to(torch.float32) * scale.reciprocal()
@@ -75,10 +75,10 @@ def round_blocks_to_fp8(x: Tensor, block: tuple[int, int], scale: Scale, dtype: 
         padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns
     )
     scales = scale(tiles.abs().amax((1, 3), keepdim=True), dtype)
-    return round_to_fp8(tiles, scales, dtype).reshape(padded.shape)[:rows, :columns]
+    return fake_quantize_to_fp8(tiles, scales, dtype).reshape(padded.shape)[:rows, :columns]
 
 
-class ForwardPurpose(Enum):
+class ForwardPassPurpose(Enum):
     """What a forward pass through a layer is for."""
 
     TRAINED = auto()
@@ -87,16 +87,16 @@ class ForwardPurpose(Enum):
     EVALUATED = auto()
 
 
-def find_phase(*, training: bool) -> ForwardPurpose:
+def find_forward_or_recompute_phase(*, training: bool) -> ForwardPassPurpose:
     """Return the phase of the forward pass that is running; `training` is the module's.
 
     Megatron's checkpoints run the first pass without gradients, and the second one inside the backward pass.
     """
     if context.is_in_backward():
-        return ForwardPurpose.RECOMPUTED
+        return ForwardPassPurpose.RECOMPUTED
     if not training:
-        return ForwardPurpose.EVALUATED
-    return ForwardPurpose.TRAINED if torch.is_grad_enabled() else ForwardPurpose.CHECKPOINTED
+        return ForwardPassPurpose.EVALUATED
+    return ForwardPassPurpose.TRAINED if torch.is_grad_enabled() else ForwardPassPurpose.CHECKPOINTED
 
 
 class DelayedQuantiser:
@@ -113,16 +113,16 @@ class DelayedQuantiser:
         self.history: deque[float] = deque(maxlen=AMAX_HISTORY_LENGTH)
         self._pending_scales: deque[Tensor] = deque()
 
-    def __call__(self, x: Tensor, phase: ForwardPurpose) -> Callable[[Tensor, int], Tensor]:
+    def __call__(self, x: Tensor, phase: ForwardPassPurpose) -> Callable[[Tensor, int], Tensor]:
         """Return a function that rounds `x` by this call's scale in both products, even after later calls."""
-        scale = self._advance_or_replay_scale(x, phase)
-        return lambda x, summed_dim: round_to_fp8(x, scale, self.dtype)
+        scale = self._get_scale_and_advance(x, phase)
+        return lambda x, summed_dim: fake_quantize_to_fp8(x, scale, self.dtype)
 
-    def _advance_or_replay_scale(self, x: Tensor, phase: ForwardPurpose) -> Tensor:
-        scale = self._pending_scales.popleft() if phase is ForwardPurpose.RECOMPUTED else self.scale
-        if phase is ForwardPurpose.CHECKPOINTED:
+    def _get_scale_and_advance(self, x: Tensor, phase: ForwardPassPurpose) -> Tensor:
+        scale = self._pending_scales.popleft() if phase is ForwardPassPurpose.RECOMPUTED else self.scale
+        if phase is ForwardPassPurpose.CHECKPOINTED:
             self._pending_scales.append(scale)
-        if phase in (ForwardPurpose.CHECKPOINTED, ForwardPurpose.TRAINED):
+        if phase in (ForwardPassPurpose.CHECKPOINTED, ForwardPassPurpose.TRAINED):
             self._update_history_and_scale(self._find_group_amax(x))
         return scale
 
@@ -152,14 +152,14 @@ class FirstMicroBatchWeightQuantiser(DelayedQuantiser):
         self._run: object | None = None
         self._run_scale = self.scale
 
-    def _advance_or_replay_scale(self, x: Tensor, phase: ForwardPurpose) -> Tensor:
+    def _get_scale_and_advance(self, x: Tensor, phase: ForwardPassPurpose) -> Tensor:
         run = context.schedule_run.get()
-        if run is None or phase is ForwardPurpose.EVALUATED:
-            return super()._advance_or_replay_scale(x, phase)
+        if run is None or phase is ForwardPassPurpose.EVALUATED:
+            return super()._get_scale_and_advance(x, phase)
         if run is not self._run:
             self._run, self._run_scale = run, self.scale
             self._update_history_and_scale(self._find_group_amax(x))
-        elif phase is not ForwardPurpose.RECOMPUTED:
+        elif phase is not ForwardPassPurpose.RECOMPUTED:
             self._update_history_and_scale(0.0)
         return self._run_scale
 
@@ -167,7 +167,7 @@ class FirstMicroBatchWeightQuantiser(DelayedQuantiser):
 # (matrix, the dimension that the product sums over) -> the matrix as FP8 holds it, float32
 Rounding = Callable[[Tensor, int], Tensor]
 # What rounds one matrix in all products that it takes part in: forward, and backward later.
-Quantiser = Callable[[Tensor, ForwardPurpose], Rounding]
+Quantiser = Callable[[Tensor, ForwardPassPurpose], Rounding]
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,12 @@ class LayerQuantisers:
     weight: Quantiser
     gradient: Quantiser
 
-    def get_state(self) -> list[tuple[Tensor, list[float]]]:
+    def get_delayed_state(self) -> list[tuple[Tensor, list[float]]]:
         """Return what a checkpoint needs to continue alike: scale and history of every delayed operand."""
         return [(operand.scale, list(operand.history)) for operand in self._list_delayed()]
 
     def restore(self, state: list[tuple[Tensor, list[float]]]) -> None:
-        """Restore what `get_state` returned; it is empty for a model without delayed scaling."""
+        """Restore what `get_delayed_state` returned; it is empty for a model without delayed scaling."""
         for operand, (scale, history) in zip(self._list_delayed(), state, strict=False):
             operand.scale = scale
             operand.history.extend(history)
@@ -220,13 +220,13 @@ def build_quantisers(fp8: FP8, amax_group: dist.ProcessGroup | None) -> LayerQua
     )
 
 
-def _build_tensorwise_rounding(dtype: torch.dtype, x: Tensor, phase: ForwardPurpose) -> Rounding:
+def _build_tensorwise_rounding(dtype: torch.dtype, x: Tensor, phase: ForwardPassPurpose) -> Rounding:
     scale = compute_exact_scale(find_amax(x), dtype)
-    return lambda x, summed_dim: round_to_fp8(x, scale, dtype)
+    return lambda x, summed_dim: fake_quantize_to_fp8(x, scale, dtype)
 
 
 def _build_block_rounding(
-    dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: ForwardPurpose
+    dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: ForwardPassPurpose
 ) -> Rounding:
     """Return the rounding of a matrix, done anew on `x` itself for each dimension that is summed over."""
 

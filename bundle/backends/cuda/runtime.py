@@ -15,7 +15,7 @@ from bundle.backends.cuda.weight_gradients import can_accumulate
 from bundle.capabilities.cuda import CUDA
 from bundle.environment.nvidia import VISIBLE_DEVICES
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.mcore import accepts, gpt
+from bundle.mcore import can_take_keyword, gpt
 from bundle.recipe import Recipe
 from bundle.recipe.recipe import FP8
 
@@ -39,13 +39,13 @@ class CudaRuntime:
         major, minor = torch.cuda.get_device_capability()
         return build_config_options(recipe, generation=f"{major}.{minor}")
 
-    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_adam_fusion(self, recipe: Recipe) -> bool:
         """Return False: megatron takes Transformer Engine's FusedAdam, and not torch's."""
         return False
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Return Transformer Engine's specs of model chunk `chunk` (None without interleaving)."""
-        return gpt.build_attention_only_specs(config, chunk, transformer_engine=True)
+        return gpt.build_softmax_attention_specs(config, chunk, transformer_engine=True)
 
 
 def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _can_fuse_rope(recipe: Recipe) -> bool:
         from megatron.core.fusions.fused_mla_yarn_rope_apply import fused_apply_mla_rope_for_q
     except ImportError:  # 0.12
         return False
-    return accepts(fused_apply_mla_rope_for_q, "cp_rank")
+    return can_take_keyword(fused_apply_mla_rope_for_q, "cp_rank")
 
 
 def _build_fp8_options(fp8: FP8, generation: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bundle.cli.launch.submission import Handle, find_target
 from bundle.cli.request import expand_options
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
-app.callback(help="")(files.restrict_umask_to_group)  # a job writes into its run directory
+app.callback(help="")(files.restrict_umask_to_group_read)  # a job writes into its run directory
 for target in (local, docker, slurm, kubernetes, ray):
     app.command()(expand_options(target))
 app.command("list")(list_)

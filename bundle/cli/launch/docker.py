@@ -13,7 +13,7 @@ from bundle.cli.launch.submission import (
     NodeRank,
     Rendezvous,
     decide_job_with_local_paths,
-    follow_submitted_job,
+    print_handle_or_follow_job,
     warn_short_grace,
     warn_unmounted_inputs,
 )
@@ -40,14 +40,14 @@ def docker(
         recipe,
         request,
         machines,
-        container_image.read_record_file(),
+        container_image.read_contents_or_undecided(),
         checks_paths=not dry_run,
         in_image=True,
     )
     docker_options = replace(
         docker_options,
         image=container_image.choose_name(job),
-        user=docker_options.user or engine.choose_current_user_or_owner(job.directory),
+        user=docker_options.user or engine.choose_nonroot_user(job.directory),
         groups=docker_options.groups or (engine.find_npu_unix_groups() if job.backend == "ascend" else ()),
     )
     warn_short_grace(job, docker_options.grace_seconds)
@@ -58,4 +58,4 @@ def docker(
         print(engine.render_dry_run(job, docker_options, Path.cwd(), rendezvous), end="")
         return
     name = engine.submit(job, docker_options, Path.cwd(), node_rank, rendezvous)
-    follow_submitted_job(f"docker:{name}", detach=detach)
+    print_handle_or_follow_job(f"docker:{name}", detach=detach)

@@ -12,10 +12,10 @@ from bundle.cli.launch.submission import (
     ContainerImage,
     Detach,
     decide_job,
-    follow_submitted_job,
+    print_handle_or_follow_job,
     warn_absent_inputs,
     warn_short_grace,
-    warn_unknown_steps,
+    warn_undetermined_step_count,
     warn_unmounted_inputs,
 )
 from bundle.cli.request import JobRequest, Machines
@@ -48,7 +48,7 @@ def kubernetes(
     )
     if missing_image:
         raise UsageError(missing_image)
-    image_record = container_image.read_record_file()
+    image_record = container_image.read_contents_or_undecided()
     job = decide_job(request.load_recipe(recipe), request, machines, image_record)
     if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
         _log.warning(
@@ -60,12 +60,12 @@ def kubernetes(
             "metrics.prometheus.address: only the pod itself reaches %s. Set it to 0.0.0.0", endpoint.address
         )
     kubernetes_options = replace(kubernetes_options, image=container_image.choose_name(job))
-    warn_unknown_steps(job, recipe)
+    warn_undetermined_step_count(job, recipe)
     warn_short_grace(job, kubernetes_options.grace_seconds)
     mount_advice = "set --mount CLAIM:{}, with a claim that holds it"
     warn_absent_inputs(find_input_problems_except_packages(job.recipe))
     warn_unmounted_inputs(job, pod.list_claim_mounts(kubernetes_options), Path(images.HOME), mount_advice)
     if apply and not dry_run:
-        follow_submitted_job(f"kubernetes:{jobs.submit(job, kubernetes_options)}", detach=detach)
+        print_handle_or_follow_job(f"kubernetes:{jobs.submit(job, kubernetes_options)}", detach=detach)
     else:
         print(objects.render_documents(job, kubernetes_options), end="")

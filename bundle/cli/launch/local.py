@@ -12,7 +12,7 @@ from bundle.cli.launch.submission import (
     NodeRank,
     Rendezvous,
     decide_job_with_local_paths,
-    follow_submitted_job,
+    print_handle_or_follow_job,
 )
 from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines
 from bundle.targets import local as machine
@@ -37,6 +37,6 @@ def local(
     if dry_run:
         print(machine.render_dry_run(job, local_options, rendezvous), end="")
         return
-    follow_submitted_job(
+    print_handle_or_follow_job(
         f"local:{machine.submit(job, local_options, Path.cwd(), node_rank, rendezvous)}", detach=detach
     )

@@ -10,8 +10,8 @@ from bundle.cli import ignore_stdout_write_errors, options
 from bundle.cli.launch.submission import (
     Detach,
     decide_job_with_local_paths,
-    follow_submitted_job,
-    warn_unknown_steps,
+    print_handle_or_follow_job,
+    warn_undetermined_step_count,
 )
 from bundle.cli.request import CURRENT_ENVIRONMENT_RECORD, JobRequest, Machines
 from bundle.environment import image
@@ -59,12 +59,14 @@ def ray(
             checks_paths=not dry_run,
             in_image=image_record is not None,
         )
-        warn_unknown_steps(planned_job, recipe)
+        warn_undetermined_step_count(planned_job, recipe)
         if dry_run:
             print(cluster.render_dry_run(planned_job, ray_options, Path.cwd()), end="")
             return
         if ray_options.address:
-            follow_submitted_job(f"ray:{cluster.submit(planned_job, ray_options, Path.cwd())}", detach=detach)
+            print_handle_or_follow_job(
+                f"ray:{cluster.submit(planned_job, ray_options, Path.cwd())}", detach=detach
+            )
             return
         job = cluster.write_job_file(planned_job)
     loaded_job = job_file.load(job)
@@ -78,5 +80,5 @@ def ray(
 
     if start:
         rendezvous = discover(os.environ, planned_nodes=loaded_job.nodes)
-        raise typer.Exit(raycluster.run(loaded_job, job_path, rendezvous, drive, ray_options.wait))
+        raise typer.Exit(raycluster.run_node(loaded_job, job_path, rendezvous, drive, ray_options.wait))
     raise typer.Exit(drive())

@@ -9,9 +9,9 @@ from bundle.cli import options
 from bundle.cli.launch.submission import (
     Detach,
     decide_job_with_local_paths,
-    follow_submitted_job,
+    print_handle_or_follow_job,
     read_image_contents_or_none,
-    warn_unknown_steps,
+    warn_undetermined_step_count,
     warn_unmounted_inputs,
 )
 from bundle.cli.request import JobRequest, Machines
@@ -39,7 +39,7 @@ def slurm(
         checks_paths=not dry_run,
         in_image=bool(slurm_options.image),
     )
-    warn_unknown_steps(job, recipe)
+    warn_undetermined_step_count(job, recipe)
     if slurm_options.image:
         warn_unmounted_inputs(
             job, containers.list_mounts(job, slurm_options, Path.cwd()), Path.cwd(), "set --mount {0}:{0}"
@@ -47,4 +47,4 @@ def slurm(
     if dry_run:
         print(batch.build_script(job, slurm_options, Path.cwd()), end="")
         return
-    follow_submitted_job(f"slurm:{scheduler.submit(job, slurm_options, Path.cwd())}", detach=detach)
+    print_handle_or_follow_job(f"slurm:{scheduler.submit(job, slurm_options, Path.cwd())}", detach=detach)

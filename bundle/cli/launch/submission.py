@@ -22,8 +22,8 @@ from bundle.planning import Problem
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, images, local, ray, slurm
-from bundle.targets.kubernetes import FORMS, jobs
-from bundle.targets.mounts import Mount, find_hidden_inputs
+from bundle.targets.kubernetes import FORMS_BY_NAME, jobs
+from bundle.targets.mounts import Mount, find_unmounted_inputs
 from bundle.targets.states import Target
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Set the addr
 TARGETS_WITH_JOB_ID_PATTERNS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
-    "kubernetes": (jobs, rf"({'|'.join(FORMS)})/[a-z0-9-]+/[a-z0-9-]+"),
+    "kubernetes": (jobs, rf"({'|'.join(FORMS_BY_NAME)})/[a-z0-9-]+/[a-z0-9-]+"),
     "ray": (ray, r"[A-Za-z0-9_-]+@https?://[!-~]+"),
     "docker": (docker, r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"),
 }
@@ -64,9 +64,9 @@ class ContainerImage:
 
     def choose_name(self, job: Job) -> str:
         """Return the name of the image. Raise UsageError where none of our images fits the job."""
-        return self.image or images.choose_image(job, self.registry)
+        return self.image or images.find_matching_name(job, self.registry)
 
-    def read_record_file(self) -> ImageContents:
+    def read_contents_or_undecided(self) -> ImageContents:
         """Return the contents of the image. Raise UsageError for a foreign image without a name."""
         if not self.record:
             return UNDECIDED
@@ -87,7 +87,11 @@ def read_image_contents_or_none(container_image: str, record_name: str) -> Image
             f"--image-record {format_value(record_name)}: needs --image. Set --image, or leave out"
             " --image-record"
         )
-    return ContainerImage(container_image, record=record_name).read_record_file() if container_image else None
+    return (
+        ContainerImage(container_image, record=record_name).read_contents_or_undecided()
+        if container_image
+        else None
+    )
 
 
 def decide_job(
@@ -109,7 +113,7 @@ def decide_job(
             " `docker run IMAGE doctor --json > FILE` and set --image-record FILE",
             planned.plan.megatron.version,
         )
-    return planned.decide()
+    return planned.to_job()
 
 
 def decide_job_with_local_paths(
@@ -150,12 +154,12 @@ def warn_absent_inputs(problems: Iterable[Problem]) -> None:
 
 
 def warn_unmounted_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
-    """Warn of inputs on this machine that a container does not see; see `find_hidden_inputs`."""
-    for text in find_hidden_inputs(job, mounts, workdir, advice):
+    """Warn of inputs on this machine that a container does not see; see `find_unmounted_inputs`."""
+    for text in find_unmounted_inputs(job, mounts, workdir, advice):
         _log.warning("%s", text)
 
 
-def warn_unknown_steps(job: Job, recipe: str) -> None:
+def warn_undetermined_step_count(job: Job, recipe: str) -> None:
     """Warn of a job whose number of steps is unknown until its nodes read the data.
 
     A contradiction with other keys is found only there.
@@ -180,7 +184,7 @@ def warn_short_grace(job: Job, seconds: int | None) -> None:
         )
 
 
-def follow_submitted_job(handle: str, *, detach: bool) -> None:
+def print_handle_or_follow_job(handle: str, *, detach: bool) -> None:
     """Print the handle of a job; unless `detach` is set, show its output and end as it does."""
     if detach:
         print(handle)

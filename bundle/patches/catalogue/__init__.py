@@ -16,15 +16,17 @@ from bundle.patches.catalogue import (
 from bundle.patches.entry import Patch, Seam, Trap
 
 # In this order wrappers are put on a target that several patches share: the first is the innermost.
-_AREA_MODULES = (mla, mtp, recompute, router, balancing, gradients, checkpoints, attention)
-PATCHES: tuple[Patch, ...] = tuple(patch for area in _AREA_MODULES for patch in area.PATCHES)
+_MODULES_IN_WRAP_ORDER = (mla, mtp, recompute, router, balancing, gradients, checkpoints, attention)
+PATCHES: tuple[Patch, ...] = tuple(patch for area in _MODULES_IN_WRAP_ORDER for patch in area.PATCHES)
 # Known traps: defects with no narrow fix, whose recipes are refused.
-TRAPS: tuple[Trap, ...] = tuple(trap for area in _AREA_MODULES for trap in getattr(area, "TRAPS", ()))
+TRAPS: tuple[Trap, ...] = tuple(
+    trap for area in _MODULES_IN_WRAP_ORDER for trap in getattr(area, "TRAPS", ())
+)
 
 _GPT_MODEL_CLASS_PATH = "megatron.core.models.gpt.gpt_model:GPTModel"
 _MTP_MODULE_PATH = "megatron.core.transformer.multi_token_prediction"
 _ROUTER_CLASS_PATH = "megatron.core.transformer.moe.router:TopKRouter"
-_ROPE_UTILS_PATH = "megatron.core.models.common.embeddings.rope_utils"
+_ROPE_UTILS_MODULE_PATH = "megatron.core.models.common.embeddings.rope_utils"
 _MTP_LOSS_TRACKER_PATH = f"{_MTP_MODULE_PATH}:MTPLossLoggingHelper"
 
 SEAMS = (
@@ -65,8 +67,8 @@ SEAMS = (
     Seam(
         id="rotary-rows",
         targets=(
-            f"{_ROPE_UTILS_PATH}:_apply_rotary_pos_emb_bshd",
-            f"{_ROPE_UTILS_PATH}:_get_thd_freqs_on_this_cp_rank",
+            f"{_ROPE_UTILS_MODULE_PATH}:_apply_rotary_pos_emb_bshd",
+            f"{_ROPE_UTILS_MODULE_PATH}:_get_thd_freqs_on_this_cp_rank",
         ),
         use="called by the patch packed-rotary-host-reads, which also reads its parameters",
         why="The first rotates each row by its angle; the second tells whether a table may be a pack's.",

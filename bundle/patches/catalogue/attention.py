@@ -34,10 +34,10 @@ _GPT_MODEL_FORWARD = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
 _ROTARY_EMBEDDING_MODULE = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 _MULTIMODAL_ROTARY_FORWARD = f"{_ROTARY_EMBEDDING_MODULE}:MultimodalRotaryEmbedding.forward"
 _LLAVA_MODEL_CLASS = "megatron.core.models.multimodal.llava_model:LLaVAModel"
-_LLAVA_EMBEDDING_SCATTER_TARGET = f"{_LLAVA_MODEL_CLASS}._process_embedding_token_parallel"
+_LLAVA_EMBEDDING_SHARDING_TARGET = f"{_LLAVA_MODEL_CLASS}._process_embedding_token_parallel"
 _LLAVA_INIT = f"{_LLAVA_MODEL_CLASS}.__init__"
 _PACKING_PARAMETER_NAMES = {"packed_seq", "packed_seq_params"}
-_CONTEXT_PARALLEL_CONDITIONS = {  # by whom, in each release
+_CP_CONDITION_EXPRESSIONS = {  # by whom, in each release
     "parallel_state.get_context_parallel_world_size() > 1",
     "self.cp_group is not None and self.cp_group.size() > 1",
     "cp_group is not None and cp_group.size() > 1",
@@ -143,11 +143,11 @@ def _detect_mrope_pack_cp_sharding(positions: Definition) -> Presence:
     is_checked = any(
         f"not {name}" in test for name in positions.parameters & _PACKING_PARAMETER_NAMES for test in tests
     )
-    return Presence.from_matches(tests and tests <= _CONTEXT_PARALLEL_CONDITIONS, absent=is_checked)
+    return Presence.from_matches(tests and tests <= _CP_CONDITION_EXPRESSIONS, absent=is_checked)
 
 
 @detect_in_definitions(
-    _LLAVA_EMBEDDING_SCATTER_TARGET, _LLAVA_INIT, required_module=_LLAVA_EMBEDDING_SCATTER_TARGET
+    _LLAVA_EMBEDDING_SHARDING_TARGET, _LLAVA_INIT, required_module=_LLAVA_EMBEDDING_SHARDING_TARGET
 )
 def _detect_llava_global_group_scatter(shared: Definition, init: Definition) -> Presence:
     """Return whether the embeddings are scattered over the layout's ranks, whatever groups the model has."""
@@ -210,7 +210,7 @@ PATCHES = (
     Patch(
         id="gated-delta-norm-gradient",
         replacements=(
-            build_signature_replacement(_GATED_DELTA_NET_INIT, "attention:sum_delta_net_norm_gradient"),
+            build_signature_replacement(_GATED_DELTA_NET_INIT, "attention:hook_delta_net_norm_gradient"),
         ),
         why=(
             "Tensor-parallel ranks get different copies of one weight: the output norm of a gated delta "
@@ -242,7 +242,7 @@ PATCHES = (
     Patch(
         id="cuda-attention-host-reads",
         replacements=(
-            build_signature_replacement(_TE_DOT_PRODUCT_ATTENTION_INIT, "attention:pass_pad_between_seqs"),
+            build_signature_replacement(_TE_DOT_PRODUCT_ATTENTION_INIT, "attention:keep_pad_between_seqs"),
         ),
         why=(
             "In every layer, Transformer Engine compares the boundaries of packed sequences with the "
@@ -259,7 +259,7 @@ PATCHES = (
     Patch(
         id="mrope-packed",
         replacements=(
-            build_signature_replacement(_GPT_MODEL_FORWARD, "attention:keep_full_mrope_table"),
+            build_signature_replacement(_GPT_MODEL_FORWARD, "attention:enter_mrope_full_table_context"),
             build_signature_replacement(
                 f"{_ROTARY_EMBEDDING_MODULE}:get_pos_emb_on_this_cp_rank", "mla:keep_full_rotary_table"
             ),

@@ -3,7 +3,7 @@
 import ast
 
 from bundle.patches.catalogue import mtp
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     MEGATRONS_BALANCING,
     NO_CALLER_ASSUMPTION,
@@ -22,7 +22,7 @@ _ATTACH_LOSS = f"{_TOPK_ROUTER_CLASS}.attach_and_log_load_balancing_loss"  # fro
 _OLD_BALANCING_LOSS_TARGET = f"{_TOPK_ROUTER_CLASS}.apply_load_balancing_loss"  # to 0.13
 _Z_LOSS = f"{_TOPK_ROUTER_CLASS}.apply_z_loss"
 _SEQ_AUX_LOSS = f"{_TOPK_ROUTER_CLASS}._apply_seq_aux_loss"  # from 0.14
-_OLD_SEQ_AUX_LOSS = f"{_TOPK_ROUTER_CLASS}.seq_aux_loss_load_balancing"  # to 0.13
+_OLD_SEQ_AUX_LOSS_TARGET = f"{_TOPK_ROUTER_CLASS}.seq_aux_loss_load_balancing"  # to 0.13
 _MAINTAIN_BIAS = f"{_TOPK_ROUTER_CLASS}._maintain_float32_expert_bias"
 _ROUTER_INIT = f"{_TOPK_ROUTER_CLASS}.__init__"
 _ROUTING = f"{_TOPK_ROUTER_CLASS}.routing"
@@ -35,7 +35,7 @@ _SWITCH_BALANCING_LOSS_TARGET = "megatron.core.transformer.moe.router:switch_loa
 _MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _EXPERT_TOKEN_COUNT_TARGET = f"{_MOE_UTILS_MODULE}:get_tokens_per_expert_and_token_count"
 _TP_REGION_REDUCE_TARGET = f"{_MOE_UTILS_MODULE}:reduce_from_tensor_model_parallel_region"
-_TP_ALL_REDUCE_EVIDENCE = "megatron.core.tensor_parallel.mappings:_reduce"
+_TP_ALL_REDUCE_FUNCTION = "megatron.core.tensor_parallel.mappings:_reduce"
 _GPT_PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
 
@@ -76,7 +76,7 @@ def _detect_cp_unaware_loss_scale(setting: Definition) -> Presence:
 
 
 @detect_in_source(_SEQ_AUX_LOSS, _ATTACH_LOSS, _OLD_BALANCING_LOSS_TARGET)
-def _detect_weight_missing_batch_size(source: DeclaredDefinitions) -> Presence:
+def _detect_weight_missing_batch_size(source: EvidenceDefinitions) -> Presence:
     """Return whether the loss over sequences is weighted by the tokens of one sequence."""
     apply, attach = source[_SEQ_AUX_LOSS], source[_ATTACH_LOSS]
     if apply is None or attach is None:
@@ -106,7 +106,7 @@ def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
 
 
 @detect_in_definitions((_ATTACH_LOSS, _OLD_BALANCING_LOSS_TARGET))
-def _detect_unlearned_tokens_in_weight(attach: Definition) -> Presence:
+def _detect_weighting_by_all_tokens(attach: Definition) -> Presence:
     """Return whether a per-token loss is weighted by all tokens that the router sees, learned or not."""
     if "calculate_per_token_loss" not in attach.identifiers:  # it is not weighed at all
         return Presence.from_matches(
@@ -118,7 +118,7 @@ def _detect_unlearned_tokens_in_weight(attach: Definition) -> Presence:
     return Presence.from_matches(bool(weights) and all(ast.unparse(weight) in seen for weight in weights))
 
 
-@detect_in_definitions(_ROUTING, (_SEQ_AUX_LOSS, _OLD_SEQ_AUX_LOSS))
+@detect_in_definitions(_ROUTING, (_SEQ_AUX_LOSS, _OLD_SEQ_AUX_LOSS_TARGET))
 def _treats_rows_as_sequences(routing: Definition, loss: Definition) -> Presence:
     """Return whether a row of the logits counts as one sequence, whatever boundaries it has inside."""
     bounded = any("cu_seqlens" in name for name in routing.identifiers | loss.identifiers)
@@ -152,10 +152,10 @@ def _detect_unbroadcast_padding_mask(routing: Definition, bias: Definition | Non
     return Presence.from_matches(absent=any("unsqueeze" in right for right in combined))
 
 
-@detect_in_source(_EXPERT_TOKEN_COUNT_TARGET, _TP_ALL_REDUCE_EVIDENCE, _ROUTING)
-def _detect_overwritten_rank_token_count(source: DeclaredDefinitions) -> Presence:
+@detect_in_source(_EXPERT_TOKEN_COUNT_TARGET, _TP_ALL_REDUCE_FUNCTION, _ROUTING)
+def _detect_overwritten_rank_token_count(source: EvidenceDefinitions) -> Presence:
     """Return whether a count is summed over ranks in place and then read as the rank's own count."""
-    count, reduce = source[_EXPERT_TOKEN_COUNT_TARGET], source[_TP_ALL_REDUCE_EVIDENCE]
+    count, reduce = source[_EXPERT_TOKEN_COUNT_TARGET], source[_TP_ALL_REDUCE_FUNCTION]
     if count is None:
         routing = source[_ROUTING]
         return Presence.from_matches(absent=routing and "padding_mask" not in routing.parameters)
@@ -175,7 +175,7 @@ def _detect_overwritten_rank_token_count(source: DeclaredDefinitions) -> Presenc
 
 
 @detect_in_source(_GLOBAL_AUX_LOSS_TARGET, _ROUTING)
-def _divides_by_last_microbatch_tokens(source: DeclaredDefinitions) -> Presence:
+def _divides_by_last_microbatch_tokens(source: EvidenceDefinitions) -> Presence:
     """Return whether micro-batches add up the experts' counts, and not the count of tokens."""
     loss = source[_GLOBAL_AUX_LOSS_TARGET]
     if loss is None:
@@ -186,7 +186,7 @@ def _divides_by_last_microbatch_tokens(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(_GPT_PREPROCESS, mtp.MODEL_FORWARD)
-def _scatters_mask_only_with_embedding(source: DeclaredDefinitions) -> Presence:
+def _scatters_mask_only_with_embedding(source: EvidenceDefinitions) -> Presence:
     """Return whether only the stage with the embedding scatters the padding mask."""
     prepared = source[_GPT_PREPROCESS]
     if prepared is None or "padding_mask" not in prepared.parameters:
@@ -206,7 +206,7 @@ def _scatters_mask_only_with_embedding(source: DeclaredDefinitions) -> Presence:
 PATCHES = (
     Patch(
         id="balancing-per-token-ranks",
-        replacements=_build_forward_step_replacements("scale_token_losses_over_ranks"),
+        replacements=_build_forward_step_replacements("scale_forward_step_token_losses"),
         why=(
             "With calculate_per_token_loss, the gradients of the experts' balancing loss and z-loss are "
             "divided by the number of tensor- and context-parallel ranks. At TP2 or CP2 their coefficients "
@@ -224,7 +224,7 @@ PATCHES = (
     ),
     Patch(
         id="balancing-mean-context-parallel",
-        replacements=_build_forward_step_replacements("scale_mean_losses_over_context"),
+        replacements=_build_forward_step_replacements("scale_cp_mean_aux_losses"),
         why=(
             "Without calculate_per_token_loss, the gradients of the experts' balancing loss and z-loss are "
             "divided by the number of context-parallel ranks. At CP2 their coefficients count half, and no "
@@ -301,7 +301,7 @@ PATCHES = (
     Patch(
         id="global-aux-loss-tokens",
         replacements=(
-            build_signature_replacement(_GLOBAL_AUX_LOSS_TARGET, "moe:enable_global_loss_rescaling"),
+            build_signature_replacement(_GLOBAL_AUX_LOSS_TARGET, "moe:enable_expert_count_rescaling"),
             Replacement(_SWITCH_BALANCING_LOSS_TARGET, "moe:rescale_global_loss_counts"),
         ),
         why=(
@@ -321,7 +321,7 @@ TRAPS = (
     Trap(
         id="balancing-of-prompts",
         range="",
-        defect=_detect_unlearned_tokens_in_weight,
+        defect=_detect_weighting_by_all_tokens,
         when=_BALANCING_FEATURES | {"per-token-loss"},
         why=(
             "Under a loss per token the weights of the experts' balancing loss and z-loss are too large,"

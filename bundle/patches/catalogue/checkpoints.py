@@ -2,7 +2,7 @@
 
 import ast
 
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     MEGATRON_TIED_HEAD_FEATURE,
     NO_CALLER_ASSUMPTION,
@@ -31,7 +31,7 @@ _NP_PRODUCT_CALLERS_BY_MODULE = {  # the modules that count elements with numpy,
     "validation": "_validate_sharding_for_key_flattened",
     "exchange_utils": "_shard_size",
 }
-_NP_PRODUCT_CALLER_TARGETS = tuple(
+_REMOVED_NP_PRODUCT_CALLERS = tuple(
     f"{_DIST_CHECKPOINTING_PACKAGE}.{module}:{name}" for module, name in _NP_PRODUCT_CALLERS_BY_MODULE.items()
 )
 _DISTRIBUTED_OPTIMIZER_CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -59,16 +59,16 @@ def _detect_missing_serialization_format(write: Definition) -> Presence:
     return Presence.from_matches((plain or starred) and not named, absent=named)
 
 
-@detect_in_source(*_NP_PRODUCT_CALLER_TARGETS)
-def _uses_numpy_product(source: DeclaredDefinitions) -> Presence:
+@detect_in_source(*_REMOVED_NP_PRODUCT_CALLERS)
+def _uses_removed_numpy_product(source: EvidenceDefinitions) -> Presence:
     """Return whether elements are counted by `numpy.product`, which numpy 2 does not have."""
-    counting = source.find_existing(*_NP_PRODUCT_CALLER_TARGETS)
+    counting = source.find_existing(*_REMOVED_NP_PRODUCT_CALLERS)
     removed = any(code.find_calls("product") for code in counting)
     return Presence.from_matches(removed, absent=any(code.find_calls("prod") for code in counting))
 
 
 @detect_in_source(*_COMMON_STRATEGY_LOAD_TARGETS)
-def _loads_unrestricted(source: DeclaredDefinitions) -> Presence:
+def _loads_unrestricted(source: EvidenceDefinitions) -> Presence:
     """Return whether one of the loads lets torch run any code that the file holds."""
     flags = [
         _read_flag_defaulting_true(call, "weights_only")
@@ -120,7 +120,7 @@ def _is_unsupported_error_branch(branch: ast.If) -> bool:
     _DP_RESHARDABLE_LOAD_TARGET,
     _SET_OPTIMIZER_STATES_TARGET,
 )
-def _overwrites_loaded_steps(source: DeclaredDefinitions) -> Presence:
+def _overwrites_loaded_steps(source: EvidenceDefinitions) -> Presence:
     """Return whether shards keep a rank's own step, and loading copies that step over the loaded one."""
     shards, load, set_states = (
         source[_DP_RESHARDABLE_PARAM_STATE],
@@ -154,7 +154,7 @@ def _detect_device_bucket_gather(gather: Definition) -> Presence:
 
 
 @detect_in_definitions(_MEGATRON_FSDP_INIT, required_module=_MEGATRON_FSDP_INIT)
-def _numbers_layers_by_stage(init: Definition) -> Presence:
+def _saves_stage_layer_numbers(init: Definition) -> Presence:
     """Return whether layers are saved under the numbers that they have in their stage."""
     saving = "self.module.state_dict_for_save_checkpoint"
     return Presence.from_matches(init.find_assigned_values(saving) == {"self.module.state_dict"})
@@ -205,7 +205,7 @@ PATCHES = (
         requires=(("numpy", ">=2"),),
         when=frozenset({"distributed-checkpoint"}),
         assumes=NO_CALLER_ASSUMPTION,
-        defect=_uses_numpy_product,
+        defect=_uses_removed_numpy_product,
     ),
     Patch(
         id="restricted-unpickle",
@@ -292,7 +292,7 @@ TRAPS = (
     Trap(
         id="fsdp-checkpoint-stages",
         range=">=0.14",
-        defect=_numbers_layers_by_stage,
+        defect=_saves_stage_layer_numbers,
         when=frozenset({"megatron-fsdp", "pp", "resume-other-layout"}),
         why="Megatron-FSDP's checkpoints give later stages the layers of the first if the stages change.",
         cause="the adapter saves layers by their number in the stage; #7452 (finding 12)",

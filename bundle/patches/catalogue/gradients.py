@@ -176,7 +176,7 @@ def _treats_logits_as_shard(loss: Definition) -> Presence:
 
 
 @detect_in_definitions(_QUANTIZE_IMPLEMENTATION)
-def _detect_error_without_parameters(implementation: Definition) -> Presence:
+def _detect_empty_quantize_error(implementation: Definition) -> Presence:
     """Return whether the last alternative, without Transformer Engine, raises even for no parameters."""
     functions = [node for node in implementation.nodes if isinstance(node, ast.FunctionDef)]
     if len(functions) < max(2, len(implementation.nodes)):
@@ -381,7 +381,7 @@ PATCHES = (
         range="<0.13",
         backends=LOCAL_LAYER_BACKENDS,
         assumes=NO_CALLER_ASSUMPTION,
-        defect=_detect_error_without_parameters,
+        defect=_detect_empty_quantize_error,
     ),
     Patch(
         id="offload-stale-weights",

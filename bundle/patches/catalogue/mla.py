@@ -2,7 +2,7 @@
 
 import ast
 
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     LOCAL_LAYER_BACKENDS,
     NO_CALLER_ASSUMPTION,
@@ -58,7 +58,7 @@ def _detect_incomplete_packed_qkv(heads: Definition) -> Presence:
 
 
 @detect_in_source(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE_TARGET, _QUERY_KEY_VALUE_TARGET)
-def _keeps_value_width(source: DeclaredDefinitions) -> Presence:
+def _keeps_value_width(source: EvidenceDefinitions) -> Presence:
     """Return whether values go into core attention without padding to another width."""
     codes = source.find_existing(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE_TARGET)
     if any(code.has_pattern("value = F.pad(value, _)") for code in codes):
@@ -71,7 +71,7 @@ def _keeps_value_width(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(_MLA_INIT_TARGET, _TE_LINEAR)
-def _requires_te_linear(source: DeclaredDefinitions) -> Presence:
+def _requires_te_linear(source: EvidenceDefinitions) -> Presence:
     """Return whether the down projections' class must be in a list with TELinear, which may be None."""
     init = source[_MLA_INIT_TARGET]
     if init is None or not init.find_calls("build_module"):
@@ -87,7 +87,7 @@ def _requires_te_linear(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(_RESOLVE_QK_NORM, _MLA_INIT_TARGET)
-def _forces_query_norm(source: DeclaredDefinitions) -> Presence:
+def _forces_query_norm(source: EvidenceDefinitions) -> Presence:
     """Return whether an uncompressed query projection gets a norm, whatever the spec says."""
     resolve, init = source[_RESOLVE_QK_NORM], source[_MLA_INIT_TARGET]
     if resolve is not None:
@@ -115,7 +115,7 @@ _PRESENCE_BY_GATHER_PRESENCE = {Presence.PRESENT: Presence.ABSENT, Presence.UNKN
 
 
 @detect_in_source(_QUERY_KEY_VALUE_TARGET)
-def _skips_key_gradient_sum(source: DeclaredDefinitions) -> Presence:
+def _skips_key_gradient_sum(source: EvidenceDefinitions) -> Presence:
     """Return whether each rank's heads give the rotary key a gradient that nothing sums over the ranks."""
     heads, gathered = source[_QUERY_KEY_VALUE_TARGET], _detect_replicated_rotary_key_gather(source)
     if heads is None or gathered in _PRESENCE_BY_GATHER_PRESENCE:
@@ -133,7 +133,7 @@ def _parse_unqualified_callee_name(value: str) -> str:
 
 
 @detect_in_source(_QUERY_KEY_VALUE_TARGET, _NON_TP_GRAD_ALLREDUCE_TARGET, _ALLREDUCE_NORM_GRADS)
-def _sums_norm_by_name(source: DeclaredDefinitions) -> Presence:
+def _sums_norm_by_name(source: EvidenceDefinitions) -> Presence:
     """Return whether a norm is summed over the ranks because its name is q_layernorm, as of single heads."""
     sums, gathered = (
         source[_NON_TP_GRAD_ALLREDUCE_TARGET] or source[_ALLREDUCE_NORM_GRADS],
@@ -246,7 +246,9 @@ PATCHES = (
     ),
     Patch(
         id="mla-query-norm-gradient",
-        replacements=(build_signature_replacement(_MLA_INIT_TARGET, "mla:divide_query_norm_gradient"),),
+        replacements=(
+            build_signature_replacement(_MLA_INIT_TARGET, "mla:hook_query_norm_gradient_division"),
+        ),
         why=(
             "Without sequence parallelism the gradient of the norm of compressed queries is too large by"
             " the number of tensor-parallel ranks. Each rank already has the full gradient, but the"

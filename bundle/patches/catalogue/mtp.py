@@ -2,7 +2,7 @@
 
 import ast
 
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     MEGATRONS_MTP_LOSS,
     NO_CALLER_ASSUMPTION,
@@ -33,9 +33,7 @@ _LOSS_COMPUTATION_TARGETS = (
     MODEL_FORWARD,
     _PREDICTION_BLOCK_FORWARD,
 )  # where the loss has been computed
-_PACKED_ROLL_CU_SEQLENS_TARGET = (
-    f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
-)
+_CU_SEQLENS_CHOICE_TARGET = f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
 LAYER = f"{MODULE}:MultiTokenPredictionLayer"
 LAYER_FORWARD = f"{LAYER}.forward"
 _EMBEDDINGS = f"{LAYER}._get_embeddings"
@@ -51,7 +49,7 @@ _KNOWN_CONDITION_IDENTIFIERS = {
 
 
 @detect_in_source(ROLL_TENSOR, MODEL_FORWARD)
-def _rolls_within_rank(source: DeclaredDefinitions) -> Presence:
+def _rolls_within_rank(source: EvidenceDefinitions) -> Presence:
     """Return whether a roll has no parameter for other ranks."""
     roll = source[ROLL_TENSOR]
     if roll is None:
@@ -61,7 +59,7 @@ def _rolls_within_rank(source: DeclaredDefinitions) -> Presence:
     )
 
 
-def has_no_mtp_support(source: DeclaredDefinitions) -> bool:
+def has_no_mtp_support(source: EvidenceDefinitions) -> bool:
     """Return whether the model has no multi-token prediction at all, as before 0.12."""
     model = source[MODEL_FORWARD]
     return (
@@ -71,10 +69,10 @@ def has_no_mtp_support(source: DeclaredDefinitions) -> bool:
     )
 
 
-@detect_in_source(ROLL_TENSOR, _ROLL_PACKED, _PACKED_ROLL_CU_SEQLENS_TARGET)
-def _rolls_at_unpadded_boundaries(source: DeclaredDefinitions) -> Presence:
+@detect_in_source(ROLL_TENSOR, _ROLL_PACKED, _CU_SEQLENS_CHOICE_TARGET)
+def _rolls_at_unpadded_boundaries(source: EvidenceDefinitions) -> Presence:
     """Return whether packs are rolled at their boundaries without padding."""
-    roll, codes = source[ROLL_TENSOR], source.find_existing(_ROLL_PACKED, _PACKED_ROLL_CU_SEQLENS_TARGET)
+    roll, codes = source[ROLL_TENSOR], source.find_existing(_ROLL_PACKED, _CU_SEQLENS_CHOICE_TARGET)
     prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
     knows_none = not codes and roll is not None and "packed_seq_params" not in roll.parameters
     return Presence.from_matches(
@@ -87,7 +85,7 @@ def _rolls_at_unpadded_boundaries(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(*_LOSS_COMPUTATION_TARGETS)
-def _scales_by_local_counts(source: DeclaredDefinitions) -> Presence:
+def _scales_by_local_counts(source: EvidenceDefinitions) -> Presence:
     """Return whether the loss is scaled by two token counts, neither of which is summed over the ranks."""
     loss = source[_LOSS]
     if loss is None:  # the model, or the block of layers, divides by one count: no ratio
@@ -100,7 +98,7 @@ def _scales_by_local_counts(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(ROLL_TENSOR, *_LOSS_COMPUTATION_TARGETS)
-def _divides_by_local_count(source: DeclaredDefinitions) -> Presence:
+def _divides_by_local_count(source: EvidenceDefinitions) -> Presence:
     """Return whether a depth's loss is divided only by the token count that one rank's roll returns."""
     roll, loss = source[ROLL_TENSOR], source[_LOSS]
     if roll is None:
@@ -111,7 +109,7 @@ def _divides_by_local_count(source: DeclaredDefinitions) -> Presence:
     return Presence.from_matches(counts and _has_loss_division_by_count(source))
 
 
-def _has_loss_division_by_count(source: DeclaredDefinitions) -> bool:
+def _has_loss_division_by_count(source: EvidenceDefinitions) -> bool:
     """Return whether one of the functions that compute the loss divides it by the count of its roll."""
     return any(
         p.find_calls("roll_tensor") and p.has_pattern("_ / num_tokens")
@@ -120,7 +118,7 @@ def _has_loss_division_by_count(source: DeclaredDefinitions) -> bool:
 
 
 @detect_in_source(ROLL_TENSOR, *_LOSS_COMPUTATION_TARGETS)
-def _underweights_rolled_sum(source: DeclaredDefinitions) -> Presence:
+def _underweights_rolled_sum(source: EvidenceDefinitions) -> Presence:
     """Return whether the sum over the tokens left after a roll is weighted as if no token were gone."""
     scaling = [
         place
@@ -164,25 +162,25 @@ def _collect_branch_conditions(model: Definition) -> set[ast.AST]:
 
 
 @detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL_TENSOR)
-def _runs_without_labels(source: DeclaredDefinitions) -> Presence:
+def _runs_without_labels(source: EvidenceDefinitions) -> Presence:
     """Return whether the MTP block is called without a check for labels, and none are derived."""
     return Presence.ABSENT if _derives_labels_from_input(source) else _calls_without_labels(source)
 
 
 @detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL_TENSOR)
-def _trains_on_derived_labels(source: DeclaredDefinitions) -> Presence:
+def _trains_on_input_derived_labels(source: EvidenceDefinitions) -> Presence:
     """Return whether the MTP block is called without a check for labels, which are derived from the input."""
     return _calls_without_labels(source) if _derives_labels_from_input(source) else Presence.ABSENT
 
 
-def _derives_labels_from_input(source: DeclaredDefinitions) -> bool:
+def _derives_labels_from_input(source: EvidenceDefinitions) -> bool:
     """Return whether the loss gets the input, which it needs only to derive missing labels."""
     loss, model = source[_LOSS], source[_POSTPROCESS] or source[MODEL_FORWARD]
     passes_input = model is not None and bool(model.find_keyword_values("process_mtp_loss", "input_ids"))
     return passes_input and loss is not None and "input_ids" in loss.parameters
 
 
-def _calls_without_labels(source: DeclaredDefinitions) -> Presence:
+def _calls_without_labels(source: EvidenceDefinitions) -> Presence:
     calling = [code for code in source.find_existing(_POSTPROCESS, MODEL_FORWARD) if code.find_calls("mtp")]
     return (
         _classify_call_conditions(calling[0])
@@ -221,7 +219,7 @@ _MEGATRON_LOSS_CP_FEATURES = _MEGATRON_LOSS_FEATURES | {"cp"}
 
 
 @detect_in_source(LAYER_FORWARD, MODEL_FORWARD, ROLL_TENSOR)
-def _refuses_packs(source: DeclaredDefinitions) -> Presence:
+def _refuses_packs(source: EvidenceDefinitions) -> Presence:
     if has_no_mtp_support(source):
         return Presence.ABSENT
     forward = source[LAYER_FORWARD]
@@ -239,7 +237,7 @@ def _refuses_packs(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(LAYER, MODEL_FORWARD, ROLL_TENSOR)
-def _detect_reducing_gather_backward(source: DeclaredDefinitions) -> Presence:
+def _detect_reducing_gather_backward(source: EvidenceDefinitions) -> Presence:
     """Return whether the projection is gathered by the function whose backward pass sums over the ranks."""
     if has_no_mtp_support(source):
         return Presence.ABSENT
@@ -369,7 +367,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:skip_mtp_without_labels"),),
+        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:disable_mtp_without_labels"),),
         why=(
             "A call of the model without labels, as in reinforcement learning, ends in an error up to 0.16."
             " In 0.17 and 0.18 the prediction layers run, but nothing uses their output."
@@ -383,7 +381,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-labels-from-input",
-        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:skip_mtp_without_labels"),),
+        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:disable_mtp_without_labels"),),
         why=(
             "Reinforcement learning calls the model without labels to get logits. megatron-core then derives"
             " labels from the input and trains the MTP layers with these labels, prompt tokens included."
@@ -396,7 +394,7 @@ PATCHES = (
         assumes=(
             "calls without labels are not meant to train prediction layers; megatron-core trains them then"
         ),
-        defect=_trains_on_derived_labels,
+        defect=_trains_on_input_derived_labels,
     ),
     Patch(
         id="mtp-whole-embeddings",

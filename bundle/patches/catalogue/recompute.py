@@ -3,7 +3,7 @@
 import ast
 
 from bundle.patches.catalogue import mtp
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     NO_CALLER_ASSUMPTION,
     DefectKind,
@@ -68,7 +68,7 @@ def _detect_attached_probabilities(dispatcher: Definition) -> Presence:
     )
 
 
-def _find_te_checkpoint_calls(source: DeclaredDefinitions) -> list[ast.Call] | None:
+def _find_mtp_te_checkpoint_calls(source: EvidenceDefinitions) -> list[ast.Call] | None:
     """Return a prediction layer's calls of Transformer Engine's checkpoint; None where code is unfamiliar."""
     recomputed = source[_MTP_LAYER_CHECKPOINTED_FORWARD] or source[_MTP_BLOCK_CHECKPOINTED_FORWARD]
     if recomputed is None:
@@ -80,9 +80,9 @@ def _find_te_checkpoint_calls(source: DeclaredDefinitions) -> list[ast.Call] | N
 
 
 @detect_in_source(*_MTP_CHECKPOINT_TARGETS)
-def _passes_tensors_by_keyword(source: DeclaredDefinitions) -> Presence:
+def _passes_tensors_by_keyword(source: EvidenceDefinitions) -> Presence:
     """Return whether tensors are passed by keyword, which a reentrant checkpoint does not see."""
-    calls = _find_te_checkpoint_calls(source)
+    calls = _find_mtp_te_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
     keywords = [keyword.arg for call in calls for keyword in call.keywords]
@@ -90,9 +90,9 @@ def _passes_tensors_by_keyword(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(*_MTP_CHECKPOINT_TARGETS)
-def _uses_global_group(source: DeclaredDefinitions) -> Presence:
+def _uses_global_group(source: EvidenceDefinitions) -> Presence:
     """Return whether random states are those of the layout's group, whatever group the layer has."""
-    calls = _find_te_checkpoint_calls(source)
+    calls = _find_mtp_te_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
     groups = [ast.unparse(call.args[3]) for call in calls if len(call.args) > 3]

@@ -2,7 +2,7 @@
 
 import ast
 
-from bundle.patches.definitions import DeclaredDefinitions, Definition
+from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     LOCAL_LAYER_BACKENDS,
     NO_CALLER_ASSUMPTION,
@@ -21,7 +21,7 @@ _ROUTER_REPLAY = "megatron.core.transformer.moe.router_replay:RouterReplay"
 _REPLAY_TOPK_TARGET = f"{_ROUTER_REPLAY}.get_replay_topk"
 _MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _MOVE_TENSOR_TO_CPU_TARGET = f"{_MOE_UTILS_MODULE}:maybe_move_tensor_to_cpu"
-_TE_GENERAL_GEMM = f"{_MOE_UTILS_MODULE}:te_general_gemm"
+_MOE_UTILS_TE_GEMM_TARGET = f"{_MOE_UTILS_MODULE}:te_general_gemm"
 _GATING_LINEAR_FORWARD = f"{_MOE_UTILS_MODULE}:RouterGatingLinearFunction.forward"
 
 
@@ -36,7 +36,7 @@ def _lacks_replay(routing: Definition, built: Definition, native: Definition | N
 
 
 @detect_in_source(_REPLAY_TOPK_TARGET, _ROUTER_REPLAY, _ROUTING)
-def _replays_every_token(source: DeclaredDefinitions) -> Presence:
+def _replays_every_token(source: EvidenceDefinitions) -> Presence:
     """Return whether the replay exists and cannot leave a token to its router."""
     replay = source[_REPLAY_TOPK_TARGET]
     if replay is None:
@@ -45,7 +45,7 @@ def _replays_every_token(source: DeclaredDefinitions) -> Presence:
 
 
 @detect_in_source(_REPLAY_TOPK_TARGET, _ROUTER_REPLAY, _ROUTING)
-def _replays_latest_routes(source: DeclaredDefinitions) -> Presence:
+def _replays_latest_routes(source: EvidenceDefinitions) -> Presence:
     """Return whether only the action that the user set decides which micro-batch's routes are taken."""
     replay = source[_REPLAY_TOPK_TARGET]
     if replay is None:
@@ -56,25 +56,25 @@ def _replays_latest_routes(source: DeclaredDefinitions) -> Presence:
     )
 
 
-def _classify_code_without_replay(source: DeclaredDefinitions) -> Presence:
+def _classify_code_without_replay(source: EvidenceDefinitions) -> Presence:
     return Presence.from_matches(absent=source[_ROUTING] and not source[_ROUTER_REPLAY])
 
 
 @detect_in_definitions(_MOVE_TENSOR_TO_CPU_TARGET)
-def _detect_unconverted_cpu_splits(move: Definition) -> Presence:
+def _detect_gpu_only_split_conversion(move: Definition) -> Presence:
     """Return whether only tensors on a GPU are converted to numbers."""
     return Presence.from_matches(
         move.find_calls("numpy") and move.has_pattern("torch.is_tensor(tensor) and tensor.is_cuda")
     )
 
 
-@detect_in_source(_TE_GENERAL_GEMM, _GATING_LINEAR_FORWARD)
-def _needs_transformer_engine(source: DeclaredDefinitions) -> Presence:
+@detect_in_source(_MOE_UTILS_TE_GEMM_TARGET, _GATING_LINEAR_FORWARD)
+def _needs_transformer_engine(source: EvidenceDefinitions) -> Presence:
     """Return whether the router reads a name that only an import of Transformer Engine binds."""
-    gating, bound = source[_GATING_LINEAR_FORWARD], source.find_bindings(_TE_GENERAL_GEMM)
+    gating, bound = source[_GATING_LINEAR_FORWARD], source.find_bindings(_MOE_UTILS_TE_GEMM_TARGET)
     read = gating is not None and "te_general_gemm" in gating.identifiers
     if not bound:
-        return Presence.from_matches(absent=source.has_module(_TE_GENERAL_GEMM) and not read)
+        return Presence.from_matches(absent=source.has_module(_MOE_UTILS_TE_GEMM_TARGET) and not read)
     imports = [node for node in bound if isinstance(node, ast.ImportFrom)]
     if any(not (node.module or "").endswith("extensions.transformer_engine") for node in imports):
         return Presence.UNKNOWN
@@ -149,12 +149,14 @@ PATCHES = (
         backends=("cpu",),
         when=frozenset({"moe"}),
         assumes=NO_CALLER_ASSUMPTION,
-        defect=_detect_unconverted_cpu_splits,
+        defect=_detect_gpu_only_split_conversion,
     ),
     Patch(
         id="router-without-te-gemm",
         replacements=(
-            build_signature_replacement(_TE_GENERAL_GEMM, "moe:disable_te_router_gemm", exclusive=True),
+            build_signature_replacement(
+                _MOE_UTILS_TE_GEMM_TARGET, "moe:disable_te_router_gemm", exclusive=True
+            ),
         ),
         why="NameError without Transformer Engine if the router computes in another type than the model.",
         kind=DefectKind.ERROR,

@@ -71,7 +71,7 @@ class SGLangRollout:
             if not missing:
                 break
             if not self._replicas.usable:
-                self._replicas.load_again()
+                self._replicas.reload_lost_weights()
             answers |= asyncio.run(self._ask_all(requests, sampling, missing, answers))
             missing = [
                 number

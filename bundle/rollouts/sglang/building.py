@@ -21,12 +21,12 @@ from bundle.pretrained.writing import PublishedModel, write_config
 from bundle.recipe import Recipe
 from bundle.recipe.rl import RLRollout
 from bundle.rollouts.sglang import ServedModel, SGLangRollout
-from bundle.rollouts.sglang.checksums import ChecksumSource, FirstReplicaChecksums, HashHelper
+from bundle.rollouts.sglang.checksums import ExpectedChecksumSource, ExpectedHashHelper, FirstReplicaChecksums
 from bundle.rollouts.sglang.client import Client, Keys
 from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.sglang.replicas import Replicas
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
-from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_header_tensors
+from bundle.weight_sync.manifest import ExpectedTensors, build_expected_tensors, read_header_tensors
 from bundle.weight_sync.states import FreeMemoryWait
 from bundle.weight_sync.transports.files import FilesTransport
 
@@ -36,7 +36,7 @@ _START_SECONDS = 1800.0  # a large model compiles kernels first
 _WARMUP_PROMPT_TOKENS = 8192
 # CUDA graphs of so many sequences at once. SGLang's own limit on an H200, 256, cost a third of its speed.
 _MOST_GRAPHED_SEQUENCES = 512
-_SGLANG_SAFETENSORS_NAMES_BY_DTYPE = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
+_DTYPE_NAMES_BY_RECIPE_DTYPE = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
 
 
 def build_rollout(
@@ -51,11 +51,11 @@ def build_rollout(
     """
     assert recipe.rl is not None
     settings = recipe.rl.rollout
-    table = NameTable.from_architecture(recipe.architecture)
-    name, stored = _SGLANG_SAFETENSORS_NAMES_BY_DTYPE[recipe.model.dtype]
-    declared = build_declared_tensors(table, stored)
+    table = ExpectedTensors.from_architecture(recipe.architecture)
+    name, stored = _DTYPE_NAMES_BY_RECIPE_DTYPE[recipe.model.dtype]
+    declared = build_expected_tensors(table, stored)
     length = recipe.architecture.max_position_embeddings
-    checksums: ChecksumSource = FirstReplicaChecksums()
+    checksums: ExpectedChecksumSource = FirstReplicaChecksums()
     replicas: Sequence[Client]
     if settings.urls:
         keys = Keys(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_KEY_VARIABLE, ""))
@@ -66,13 +66,13 @@ def build_rollout(
         has_draft = any(info.get("speculative_algorithm") for info in infos)
         lengths = [info.get(key) for info in infos for key in ("context_length", "max_req_input_len")]
         length = min([length, *filter(None, lengths)])
-        declared = _read_served_checkpoint_tensors(infos) or declared
+        declared = _read_served_checkpoint_headers(infos) or declared
     else:
         python = settings.python or sys.executable
         check_installation(python)
         has_draft = any(argument.startswith("--speculative-algorithm") for argument in settings.arguments)
         if settings.tp == 1:
-            checksums = HashHelper(python, settings.timeout_seconds)
+            checksums = ExpectedHashHelper(python, settings.timeout_seconds)
         replicas = _build_servers(recipe, python, logs, name, memory)
     _check_completion_leaves_prompt_room(settings, length)
     if not has_draft:
@@ -81,11 +81,11 @@ def build_rollout(
         Replicas(
             replicas,
             declared,
-            FilesTransport(_choose_weight_sync_folder(recipe, folder), table, has_draft=has_draft),
+            FilesTransport(_choose_weights_folder_by_space(recipe, folder), table, has_draft=has_draft),
             checksums,
             verify=settings.verify,
             memory=memory and FreeMemoryWait(memory.read_free_and_trainer_bytes, memory.needed),
-            bucket_device=_find_shared_bucket_device(recipe, memory),
+            bucket_device=_find_bucket_transport_device(recipe, memory),
         ),
         ServedModel(recipe.architecture.vocab_size, length),
     )
@@ -139,14 +139,14 @@ def _build_servers(
     ]
 
 
-def _find_shared_bucket_device(recipe: Recipe, memory: TrainerMemory | None) -> torch.device | None:
+def _find_bucket_transport_device(recipe: Recipe, memory: TrainerMemory | None) -> torch.device | None:
     """Return the device that trainer and server share, where weights go through its memory."""
     if memory is None or choose_weight_transport(recipe, memory.device.type, os.environ) == "files":
         return None
     return memory.device
 
 
-def _choose_weight_sync_folder(recipe: Recipe, folder: Path) -> Path:
+def _choose_weights_folder_by_space(recipe: Recipe, folder: Path) -> Path:
     assert recipe.rl is not None
     if recipe.rl.rollout.weights_folder is not None:
         return Path(recipe.rl.rollout.weights_folder)
@@ -178,7 +178,7 @@ def _check_minimum_version(url: str, version: str) -> None:
         )
 
 
-def _read_served_checkpoint_tensors(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _read_served_checkpoint_headers(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the tensors that the servers' checkpoint declares, where its files are on this machine."""
     paths = {str(info.get("model_path")) for info in infos}
     if len(paths) > 1:

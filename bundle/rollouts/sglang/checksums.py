@@ -20,7 +20,7 @@ from bundle.weight_sync.transports.ipc import Bucket
 _log = logging.getLogger(__name__)
 
 
-class ChecksumSource(Protocol):
+class ExpectedChecksumSource(Protocol):
     """Computes what the checksums of a server must be after a version."""
 
     def compute_expected_checksums(
@@ -31,7 +31,7 @@ class ChecksumSource(Protocol):
         The version lies in the files of `directory`; None: in the buckets since the last call.
         """
 
-    def add_bucket(self, bucket: Bucket) -> None:
+    def submit_bucket(self, bucket: Bucket) -> None:
         """Take a bucket of the version."""
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class FirstReplicaChecksums:
         """Return the checksums that were reported first for this version."""
         return self._checksums.setdefault(directory, checksums)
 
-    def add_bucket(self, bucket: Bucket) -> None:
+    def submit_bucket(self, bucket: Bucket) -> None:
         """Forget the version of earlier buckets."""
         self._checksums.pop(None, None)
 
@@ -58,8 +58,8 @@ class FirstReplicaChecksums:
         """Do nothing."""
 
 
-class HashHelper:
-    """Computes checksums in a helper process, which is started by the first call (`ChecksumSource`)."""
+class ExpectedHashHelper:
+    """Computes checksums in a helper process, started by the first call (`ExpectedChecksumSource`)."""
 
     def __init__(self, python: str, seconds: float) -> None:
         """`seconds` limit a call."""
@@ -81,7 +81,7 @@ class HashHelper:
                 self._cache = directory, names, self._compute(directory, names)
             return self._cache[2]
 
-    def add_bucket(self, bucket: Bucket) -> None:
+    def submit_bucket(self, bucket: Bucket) -> None:
         """Copy a bucket to the memory of the helper. Raise JobFailed where it cannot open it."""
         with self._lock:
             self._cache = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from bundle import files
 from bundle.errors import JobFailed
-from bundle.recipe.rl_rules import split_url
+from bundle.recipe.rl_rules import split_host_port_url
 from bundle.rollouts.sglang.protocol import (
     CheckWeights,
     ContinueGeneration,
@@ -66,7 +66,7 @@ class Client:
 
     def set_address(self, url: str) -> None:
         """Use the server at this address from now on. Raise ValueError for an invalid address."""
-        self._host, self._port = split_url(url)
+        self._host, self._port = split_host_port_url(url)
         self.name = f"{self._host}:{self._port}"
         self._has_sessions: bool | None = None
 
@@ -157,7 +157,7 @@ class Client:
     def restart(self) -> None:
         raise ServerCallFailed("it does not answer, and this job did not start it. Start it again.")
 
-    def close(self) -> None:
+    def stop_owned_server(self) -> None:
         """Do nothing: the server is somebody else's."""
 
     # The steps of a sync.

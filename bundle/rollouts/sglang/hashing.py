@@ -79,7 +79,7 @@ def copy_bucket(payload: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def compute_server_checksums(
+def predict_server_checksums(
     published: dict[str, Callable[[], Any]], names: list[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield name and checksum of each tensor of the server whose parts are known."""
@@ -114,7 +114,7 @@ def main() -> None:
                 else:
                     directory = task.get("directory")
                     published = open_files(Path(directory)) if directory else received
-                    reply["checksums"] = dict(compute_server_checksums(published, task["names"]))
+                    reply["checksums"] = dict(predict_server_checksums(published, task["names"]))
                     received = {}
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 reply = {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -31,16 +31,19 @@ class TrainerMemory(NamedTuple):
         return cls(device, int(_REQUIRED_PLANNED_TRAINER_MEMORY_SHARE * job.learning_bytes), part)
 
     @property
-    def _module(self) -> Any:
+    def _device_module(self) -> Any:
         return torch.get_device_module(self.device)
 
     def release_cache(self) -> None:
         """Give back what no tensor uses, so that the server can have it."""
-        self._module.empty_cache()
+        self._device_module.empty_cache()
 
     def read_free_and_trainer_bytes(self) -> int:
         """Return what is free and what the trainer has [bytes]."""
-        return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
+        return int(
+            self._device_module.mem_get_info(self.device)[0]
+            + self._device_module.memory_reserved(self.device)
+        )
 
     def compute_mem_fraction_static(self) -> float | None:
         """Return the server's part of the free memory, in which SGLang counts; None: it chooses.
@@ -50,7 +53,7 @@ class TrainerMemory(NamedTuple):
         if self.server_part is None:
             return None
         self.release_cache()
-        free, total = self._module.mem_get_info(self.device)
+        free, total = self._device_module.mem_get_info(self.device)
         if self.server_part * total > free:
             part = format_bytes(int(self.server_part * total))
             raise JobFailed(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bundle.errors import JobFailed
-from bundle.pretrained.writing import OutputTensor
-from bundle.rollouts.sglang.checksums import ChecksumSource
+from bundle.pretrained.writing import OutputTensorHeader
+from bundle.rollouts.sglang.checksums import ExpectedChecksumSource
 from bundle.rollouts.sglang.client import Client
 from bundle.weight_sync.manifest import Manifest
 from bundle.weight_sync.states import (
@@ -42,9 +42,9 @@ class Replicas:
     def __init__(
         self,
         clients: Sequence[Client],
-        declared: Mapping[str, OutputTensor],
+        declared: Mapping[str, OutputTensorHeader],
         files: FilesTransport,
-        checksums: ChecksumSource,
+        checksums: ExpectedChecksumSource,
         *,
         verify: Verify = "always",
         memory: FreeMemoryWait | None = None,
@@ -91,7 +91,7 @@ class Replicas:
         if self._bucket_device is not None:
             self._try_bucket_transport(weights, self._bucket_device)
 
-    def load_again(self) -> None:
+    def reload_lost_weights(self) -> None:
         """Load the version again, where no replica has it. Raise JobFailed where none takes it."""
         if self._weights is None:
             self.version, self.can_recover_by_resync = None, True
@@ -112,7 +112,7 @@ class Replicas:
         """End the servers that the run has started, and remove the files."""
         self.version = None
         for sync in self.all:
-            sync.replica.close()
+            sync.replica.stop_owned_server()
         self._checksums.close()
         self._files.close()
 
@@ -124,7 +124,7 @@ class Replicas:
         version = weights.manifest.version
 
         def load(sync: SyncedReplica[Client]) -> None:
-            expect = self._bind_expected_checksums(weights.directory)
+            expect = self._bind_checksum_computation(weights.directory)
             sync.sync(version, lambda replica: replica.load(weights.directory), expect, self._verify)
 
         for _ in range(2):
@@ -132,7 +132,7 @@ class Replicas:
                 break
         else:
             raise self._build_error(version)
-        self._record_sync_and_downgrade_verify(version)
+        self._record_sync_downgrading_slow_verify(version)
 
     def _try_bucket_transport(self, weights: WrittenWeights, device: torch.device) -> None:
         """Send a version that all have by files once more, in buckets; use these from then on, or never."""
@@ -143,12 +143,12 @@ class Replicas:
                 build_module_aligned_buckets(weights.read_tensors(device)), replica.load_bucket
             )
 
-        expect = self._bind_expected_checksums(weights.directory)
+        expect = self._bind_checksum_computation(weights.directory)
         proven = _attempt_concurrently(
             lambda sync: sync.sync(version, load, expect, proves_coverage=True), usable
         )
         if len(proven) < len(usable):
-            self._fall_back_to_files(usable)
+            self._switch_all_to_files(usable)
             self._load_files(weights)
             return
         self._bucket_manifest, self._weights = weights.manifest, None
@@ -167,7 +167,7 @@ class Replicas:
             )
             started = time.monotonic()
             if needs_proof and ready:
-                self._checksums.add_bucket(bucket)
+                self._checksums.submit_bucket(bucket)
             taking_seconds += time.monotonic() - started
 
         stream = iter(tensors)
@@ -178,7 +178,7 @@ class Replicas:
         except BaseException as error:
             for sync in ready:
                 sync.fail(Step.SEND, error)
-            self._fall_back_to_files(prepared)
+            self._switch_all_to_files(prepared)
             self.can_recover_by_resync = isinstance(error, JobFailed)
             raise
         finally:
@@ -186,21 +186,21 @@ class Replicas:
                 pass
         finished = _attempt_concurrently(
             lambda sync: sync.verify_and_resume_serving(
-                version, self._bind_expected_checksums(None), self._verify
+                version, self._bind_checksum_computation(None), self._verify
             ),
             ready,
         )
         if len(finished) < len(prepared):
-            self._fall_back_to_files(prepared)
+            self._switch_all_to_files(prepared)
         if not finished:
             self.can_recover_by_resync = True
             raise self._build_error(version)
-        self._record_sync_and_downgrade_verify(version, taking_seconds)
+        self._record_sync_downgrading_slow_verify(version, taking_seconds)
 
-    def _bind_expected_checksums(self, directory: Path | None) -> Expect:
+    def _bind_checksum_computation(self, directory: Path | None) -> Expect:
         return partial(self._checksums.compute_expected_checksums, directory)
 
-    def _fall_back_to_files(self, syncs: Sequence[SyncedReplica[Client]]) -> None:
+    def _switch_all_to_files(self, syncs: Sequence[SyncedReplica[Client]]) -> None:
         """Use files from now on, and say why."""
         reasons = [str(sync.failure) for sync in syncs if sync.failure is not None]
         _log.warning(
@@ -213,7 +213,7 @@ class Replicas:
         lines = [line for failure in failures for line in failure.list_failure_and_violations()]
         return JobFailed(f"rollout: no server loaded version {version} of the weights.", lines)
 
-    def _record_sync_and_downgrade_verify(self, version: int, taking_seconds: float = 0.0) -> None:
+    def _record_sync_downgrading_slow_verify(self, version: int, taking_seconds: float = 0.0) -> None:
         """Count a successful sync; ask for no more checksums where they take too long."""
         now, is_first = time.monotonic(), self._synced_at is None
         self.version = version

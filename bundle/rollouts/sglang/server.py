@@ -223,7 +223,7 @@ class ServerReplica(Client):
                 self._launcher.stop()
                 raise JobFailed(f"its server {reason} during its start. Its last lines:", tail)
 
-    def close(self) -> None:
+    def stop_owned_server(self) -> None:
         """End the server."""
         self._launcher.stop()
 

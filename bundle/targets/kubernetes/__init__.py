@@ -13,7 +13,7 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 from bundle import capabilities
 from bundle.errors import UsageError, format_value
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch.job import FILE_NAME, Job
 from bundle.targets.kubernetes import ascendjob, jobset, rayjob, trainer, volcano
 from bundle.targets.kubernetes.options import KubernetesOptions
@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 
 # By the name that --form takes, as in WORKLOAD_FORM_DESCRIPTIONS.
-FORMS = {
+FORMS_BY_NAME = {
     "jobset": Form(jobset.API, "JobSet", jobset.build_jobset),
     "job": Form(jobset.JOB_API, "Job", jobset.build_indexed_job),
     "trainjob": Form(trainer.API_VERSION, "TrainJob", trainer.build_trainjob),
@@ -72,14 +72,14 @@ FORMS = {
 }
 
 
-def build_workload_name(job: Job) -> str:
+def sanitize_recipe_name(job: Job) -> str:
     """Return the recipe's name with the characters that Kubernetes allows."""
     return re.sub(r"[^a-z0-9]+", "-", job.recipe.name.lower()).strip("-")
 
 
 def describe_extra_missing_from_images(form: str) -> str:
     """Return the message about a form that none of our images can run; empty where ours can run it."""
-    extra = FORMS[form].extra
+    extra = FORMS_BY_NAME[form].extra
     return extra and (
         f"--form {form}: the images of mcore-bundle do not contain {extra}. Build a new image from one of"
         f" them with `pip install 'mcore-bundle[{extra}]'`, and name the new image with --image"
@@ -88,11 +88,11 @@ def describe_extra_missing_from_images(form: str) -> str:
 
 def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Return the objects of a job in the order of creation. Raise UsageError with all that is wrong."""
-    name, job_text = options.name or build_workload_name(job), job.to_text()
-    workload = Workload(job, options, name, f"{name}-{digest_json(job.dump())}")
+    name, job_text = options.name or sanitize_recipe_name(job), job.to_text()
+    workload = Workload(job, options, name, f"{name}-{compute_short_json_digest(job.dump())}")
     wrong = [
         *options.find_violations(name, job.nodes),
-        *_find_misfits(job, options),
+        *_find_unsupported_options(job, options),
         *workload.find_option_violations(),
     ]
     wrong += volcano.find_invalid_super_pod_block(workload)
@@ -102,7 +102,7 @@ def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
         raise UsageError("the Kubernetes objects cannot be generated", wrong)
     file = workload.build_manifest_skeleton("v1", "ConfigMap", workload.config_map)
     file |= {"immutable": True, "data": {FILE_NAME: LiteralScalarString(job_text)}}
-    manifests = [file, *FORMS[options.form].render(workload)]
+    manifests = [file, *FORMS_BY_NAME[options.form].render(workload)]
     if options.patch is not None:
         apply_patches(manifests, read_patches(options.patch))
     return manifests
@@ -122,13 +122,13 @@ def to_yaml(manifests: Sequence[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
-def _find_misfits(job: Job, options: KubernetesOptions) -> Iterator[str]:
+def _find_unsupported_options(job: Job, options: KubernetesOptions) -> Iterator[str]:
     """Yield a message for each option that the chosen form does not support."""
-    form = FORMS.get(options.form)
+    form = FORMS_BY_NAME.get(options.form)
     if form is None:
-        yield f"--form {format_value(options.form)}: must be one of {', '.join(FORMS)}"
+        yield f"--form {format_value(options.form)}: must be one of {', '.join(FORMS_BY_NAME)}"
         return
-    name = options.name or build_workload_name(job)
+    name = options.name or sanitize_recipe_name(job)
     if len(name) > form.most_characters:
         yield (
             f"--name {format_value(name)}: --form {options.form} allows at most"

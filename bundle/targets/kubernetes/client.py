@@ -160,7 +160,7 @@ def create_if_absent(manifest: dict[str, Any]) -> dict[str, Any] | None:
             return None
 
 
-def patch_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
+def create_or_patch_with_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
     """Set the owner of an object of a job, and create the object where it is gone.
 
     The cluster deletes the object with its owner, or with the last of several owners. An older owner with the

@@ -13,8 +13,8 @@ from typing import Any
 
 from bundle.errors import ExitCode, TargetUnavailable
 from bundle.launch.job import Job
-from bundle.targets.kubernetes import FORMS, build_objects, client
-from bundle.targets.kubernetes.logs import PodLogs
+from bundle.targets.kubernetes import FORMS_BY_NAME, build_objects, client
+from bundle.targets.kubernetes.logs import PodLogStreams
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import DIRECTORY_ANNOTATION, INSTANCE_LABEL, is_from_job
 from bundle.targets.kubernetes.trainer import TRAINING_RUNTIME_KIND
@@ -58,7 +58,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     owner |= {"name": workload["metadata"]["name"], "uid": created_workload["metadata"]["uid"]}
     for manifest in dependencies:
         try:
-            client.patch_owner(manifest, owner)
+            client.create_or_patch_with_owner(manifest, owner)
         except TargetUnavailable as error:
             text = "%s: deleting the job will not delete %s, because its ownerReferences could not be set: %s"
             _log.warning(text, name, _format_object(manifest), error)
@@ -71,7 +71,7 @@ def list_jobs() -> Iterator[ListedJob]:
     A form whose workloads may not be listed is a warning.
     """
     namespace = client.get_namespace()
-    for form, (api, kind, *_) in FORMS.items():
+    for form, (api, kind, *_) in FORMS_BY_NAME.items():
         try:
             workloads = client.list_managed_workloads(api, kind, namespace)
         except client.ServerUnreachable:
@@ -116,7 +116,7 @@ def _refine_pending_state(name: str, now: JobState) -> JobState:
 
 def request_stop(name: str) -> None:
     """Tell a job to save and end: its pods get their time for that; then its objects are deleted."""
-    existing = client.find_object(_build_workload_reference(name))
+    existing = client.find_object(_build_lookup_manifest(name))
     if existing is None:
         query_state(name)  # raises, as there is none
     else:
@@ -136,7 +136,7 @@ def follow(name: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
 
     Of many pods, at most MOST_STREAMS are read at a time.
     """
-    streams = PodLogs(name.split("/")[1])
+    streams = PodLogStreams(name.split("/")[1])
     for _ in _poll_states(name, seconds):
         streams.has_incomplete_logs_after_reopening(_list_started_pods(name))
         yield from streams.read_new_lines()
@@ -171,13 +171,13 @@ def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
 
 def _query_workload(name: str) -> JobState | None:
     """Return the state in the workload's own status; None where there is no such workload."""
-    workload = client.find_object(_build_workload_reference(name))
+    workload = client.find_object(_build_lookup_manifest(name))
     return None if workload is None else _read_state(name, workload)
 
 
 def _read_state(name: str, workload: dict[str, Any]) -> JobState:
     """Return the state of a job from its workload."""
-    outcome = FORMS[name.partition("/")[0]].read_outcome(workload.get("status") or {})
+    outcome = FORMS_BY_NAME[name.partition("/")[0]].read_outcome(workload.get("status") or {})
     reason = outcome.reason
     if outcome.succeeded:
         return JobState("COMPLETED", "", int(ExitCode.OK))
@@ -274,7 +274,7 @@ def _remove_objects(created_objects: list[dict[str, Any]]) -> None:
 
 def _remove_ended_refuse_running_job(name: str) -> None:
     """Remove the job of that name where it has ended. Raise TargetUnavailable where it has not."""
-    existing = client.find_object(_build_workload_reference(name))
+    existing = client.find_object(_build_lookup_manifest(name))
     if existing is None:
         return
     _refuse_foreign_workload(existing, name)
@@ -297,11 +297,11 @@ def _refuse_foreign_workload(manifest: dict[str, Any], name: str) -> None:
         raise TargetUnavailable(f"kubernetes:{name}: was not created by mcore-bundle, and is left unchanged")
 
 
-def _build_workload_reference(name: str) -> dict[str, Any]:
+def _build_lookup_manifest(name: str) -> dict[str, Any]:
     """Return the API version, kind, namespace and name of a job's workload, from the job's name."""
     form, namespace, job_name = name.split("/")
     metadata = {"namespace": namespace, "name": job_name}
-    return {"apiVersion": FORMS[form].api, "kind": FORMS[form].kind, "metadata": metadata}
+    return {"apiVersion": FORMS_BY_NAME[form].api, "kind": FORMS_BY_NAME[form].kind, "metadata": metadata}
 
 
 def _format_object(manifest: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
         "selector": {"batch.kubernetes.io/job-name": workload.name},
         "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
     }
-    manifest = workload.build_annotated_manifest_skeleton(JOB_API, "Job", workload.kueue_queue_labels)
+    manifest = workload.build_annotated_manifest_skeleton(JOB_API, "Job", workload.kueue_queue_name_label)
     manifest["spec"] = build_job_spec(
         workload, workload.build_container_arguments(f"{workload.name}-0.{workload.name}", _INDEX_VARIABLE)
     )
@@ -34,7 +34,7 @@ def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
 
 def build_jobset(workload: Workload) -> list[dict[str, Any]]:
     """Return a JobSet, which starts all pods again when one is lost."""
-    manifest = workload.build_annotated_manifest_skeleton(API, "JobSet", workload.kueue_queue_labels)
+    manifest = workload.build_annotated_manifest_skeleton(API, "JobSet", workload.kueue_queue_name_label)
     first = f"{workload.name}-{REPLICATED_JOB_NAME}-0-0.{workload.name}"
     manifest["spec"] = build_jobset_spec(
         workload, build_job_spec(workload, workload.build_container_arguments(first, _INDEX_VARIABLE))

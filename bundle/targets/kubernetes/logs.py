@@ -25,7 +25,7 @@ _ENDED_PHASES = ("Succeeded", "Failed")
 _TIME_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
 
 
-class PodLogs:
+class PodLogStreams:
     """The lines of named pods in one namespace: each line once; at most MOST_STREAMS pods at a time."""
 
     def __init__(self, namespace: str) -> None:

@@ -15,7 +15,7 @@ from bundle.targets.kubernetes import scheduling
 from bundle.targets.kubernetes.scheduling import LABEL_KEY_REGEX, LABEL_VALUE_REGEX, OBJECT_NAME_PATTERN
 from bundle.targets.options import Grace, Preflight, allow_only
 
-# A description of each form, by the name that --form takes, the default first; FORMS builds them.
+# A description of each form, by the name that --form takes, the default first; FORMS_BY_NAME builds them.
 WORKLOAD_FORM_DESCRIPTIONS = {
     "jobset": "restarts all nodes when one is lost",
     "job": "ends when a node is lost, and needs no controller",
@@ -35,13 +35,13 @@ _QUANTITY_FACTORS = {
     **{letter: Fraction(1000) ** power for power, letter in enumerate(("n", "u", "m", "", *"kMGTPE"), -3)},
     **{f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
-_CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
+_BUILT_IN_RESOURCE_PATTERN = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
 _RESOURCE_ASSIGNMENT_PATTERN = re.compile(
-    rf"{_CORE_RESOURCE}=({_QUANTITY_PATTERN.pattern})|{_DEVICE_PATTERN.pattern}=[0-9]+"
+    rf"{_BUILT_IN_RESOURCE_PATTERN}=({_QUANTITY_PATTERN.pattern})|{_DEVICE_PATTERN.pattern}=[0-9]+"
 )
 _RESOURCE_SYNTAX_DESCRIPTION = "a Kubernetes resource and its quantity, such as memory=512Gi or rdma/ib=8"
 _SELECTOR_PATTERN = re.compile(rf"{LABEL_KEY_REGEX}=({LABEL_VALUE_REGEX})?")
-_ANNOTATION_PATTERN = re.compile(rf"{LABEL_KEY_REGEX}=.*")
+_ANNOTATION_PAIR_PATTERN = re.compile(rf"{LABEL_KEY_REGEX}=.*")
 _HOST_PATH_MOUNT_PATTERN = re.compile(rf"{_PATH_PATTERN}:{_PATH_PATTERN}", re.ASCII)
 
 
@@ -169,7 +169,7 @@ class KubernetesOptions:
             ),
             ("resource", self.resources, _RESOURCE_ASSIGNMENT_PATTERN, _RESOURCE_SYNTAX_DESCRIPTION),
             ("selector", self.selectors, _SELECTOR_PATTERN, "a Kubernetes label KEY=VALUE"),
-            ("annotation", self.annotations, _ANNOTATION_PATTERN, "KEY=VALUE"),
+            ("annotation", self.annotations, _ANNOTATION_PAIR_PATTERN, "KEY=VALUE"),
             ("label", self.labels, _SELECTOR_PATTERN, "a Kubernetes label KEY=VALUE"),
             (
                 "host-path",

@@ -97,7 +97,7 @@ class Workload(NamedTuple):
         return {**split_pairs(self.options.labels), _MANAGER_LABEL: _MANAGER, INSTANCE_LABEL: self.name}
 
     @property
-    def kueue_queue_labels(self) -> dict[str, str]:
+    def kueue_queue_name_label(self) -> dict[str, str]:
         """The label that hands a workload to Kueue, which holds back every object that has it."""
         return {"kueue.x-k8s.io/queue-name": self.options.queue} if self.options.queue else {}
 

@@ -30,7 +30,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     """
     bundle, *_ = ray.build_placement_bundles(workload.job)
     start_options = {
-        name: shlex.quote(value) for name, value in ray.build_node_start_options(bundle).items()
+        name: shlex.quote(value) for name, value in ray.build_start_command_options(bundle).items()
     }  # a shell reads it
     worker, head, submitter = (
         workload.build_template([]),
@@ -48,7 +48,9 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     container["resources"] = {"limits": _SUBMITTER_RESOURCES, "requests": dict(_SUBMITTER_RESOURCES)}
     del container["args"]
     workload.add_kueue_topology_annotation(worker)
-    manifest = workload.build_annotated_manifest_skeleton(API_VERSION, "RayJob", workload.kueue_queue_labels)
+    manifest = workload.build_annotated_manifest_skeleton(
+        API_VERSION, "RayJob", workload.kueue_queue_name_label
+    )
     manifest["spec"] = {
         # Not the shell's `cd`: two shells read this, the submitter's and the driver's.
         "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB_MOUNT_DIRECTORY}/{FILE_NAME}"
@@ -63,7 +65,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
             "headGroupSpec": {
                 "serviceType": "ClusterIP",
                 "enableIngress": False,
-                "rayStartParams": ray.build_node_start_options({"CPU": 0.0, "GPU": 0.0}),
+                "rayStartParams": ray.build_start_command_options({"CPU": 0.0, "GPU": 0.0}),
                 "template": head,
             },
             "workerGroupSpecs": [

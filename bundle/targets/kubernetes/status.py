@@ -31,9 +31,9 @@ def read_conditions(status: Mapping[str, Any]) -> WorkloadOutcome:
     if any(name in true_conditions for name in _SUCCESS):
         return WorkloadOutcome(True)
     if _FAILURE in true_conditions:
-        return WorkloadOutcome(False, _read_reason(true_conditions[_FAILURE]))
+        return WorkloadOutcome(False, _read_message_or_reason(true_conditions[_FAILURE]))
     return WorkloadOutcome(
-        None, _read_reason(true_conditions["Suspended"]) if "Suspended" in true_conditions else ""
+        None, _read_message_or_reason(true_conditions["Suspended"]) if "Suspended" in true_conditions else ""
     )
 
 
@@ -41,7 +41,7 @@ def read_volcano_phase(status: Mapping[str, Any]) -> WorkloadOutcome:
     """Return the outcome in the status of a Volcano Job, which has a phase."""
     state = status.get("state") or {}
     succeeded = {"Completed": True, "Failed": False, "Terminated": False, "Aborted": False}
-    return WorkloadOutcome(succeeded.get(state.get("phase", "")), _read_reason(state))
+    return WorkloadOutcome(succeeded.get(state.get("phase", "")), _read_message_or_reason(state))
 
 
 def read_ray_status(status: Mapping[str, Any]) -> WorkloadOutcome:
@@ -58,5 +58,5 @@ def read_ray_status(status: Mapping[str, Any]) -> WorkloadOutcome:
     return WorkloadOutcome(False, reason or str(status.get("reason") or ""), int(code[1]) if code else None)
 
 
-def _read_reason(status: Mapping[str, Any]) -> str:
+def _read_message_or_reason(status: Mapping[str, Any]) -> str:
     return str(status.get("message") or status.get("reason") or "")

@@ -8,7 +8,7 @@ therefore belong to the runtime, and each job has its own runtime.
 
 from typing import Any
 
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.targets.kubernetes.jobset import build_job_spec, build_jobset_spec
 from bundle.targets.kubernetes.pod import Workload
 
@@ -33,12 +33,12 @@ def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
         },
     }
     runtime = workload.build_manifest_skeleton(
-        API_VERSION, TRAINING_RUNTIME_KIND, f"{workload.name}-{digest_json(content)}"
+        API_VERSION, TRAINING_RUNTIME_KIND, f"{workload.name}-{compute_short_json_digest(content)}"
     )
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
     manifest = workload.build_annotated_manifest_skeleton(
-        API_VERSION, "TrainJob", workload.kueue_queue_labels
+        API_VERSION, "TrainJob", workload.kueue_queue_name_label
     )
     manifest["spec"] = {
         "runtimeRef": {"kind": TRAINING_RUNTIME_KIND, "name": runtime["metadata"]["name"]},

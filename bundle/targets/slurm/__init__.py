@@ -26,7 +26,7 @@ SCRIPT_NAME = "job.sh"
 # A look at the files of a job, and a question to Slurm's controller, which answers every user of the cluster.
 POLL_SECONDS, QUERY_SECONDS = 2.0, 15.0
 # States in which the exit code that the script has written counts: it ends, or was cancelled after a stop.
-_SCRIPT_EXIT_CODE_STATES = ("RUNNING", "COMPLETING", "CANCELLED")
+_STATES_WITH_SCRIPT_EXIT_CODE = ("RUNNING", "COMPLETING", "CANCELLED")
 # The final states of a job (squeue's manual page, JOB STATE CODES), with the exit code. None stands for the
 # code of its script. In any other state the job has not ended.
 _FINAL_STATE_EXIT_CODES: Mapping[str, ExitCode | None] = {
@@ -112,7 +112,7 @@ def query_state(number: str) -> JobState:
     code = _parse_final_exit_code(name, fields)
     if (
         output
-        and name in _SCRIPT_EXIT_CODE_STATES
+        and name in _STATES_WITH_SCRIPT_EXIT_CODE
         and (script_code := _read_written_exit_code(Path(output).parent, number))
     ):
         code = int(script_code)

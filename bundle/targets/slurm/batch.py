@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bundle.errors import ExitCode, UsageError, format_value
-from bundle.files import digest_json
+from bundle.files import compute_short_json_digest
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import FILE_NAME, Job
@@ -22,10 +22,10 @@ from bundle.targets.slurm.options import SlurmOptions, find_short_time_limit_vio
 
 # The starts in a row that may make one step each. A job that is told to save while it starts makes one step.
 # Without this maximum it would be queued again for ever where its time limit, or the partition's, is short.
-MAX_SHORT_STARTS = 3
+MAX_SINGLE_STEP_STARTS = 3
 # Files beside the script, followed by the job's number: the request to stop, and the exit code of its script.
 STOPPED_PREFIX, ENDED_PREFIX = "stopped-", "ended-"
-LOST_NODES_VERDICT_PREFIX = "verdict-"  # of the file of the same kind with the verdict on lost nodes
+LOST_NODES_VERDICT_FILE_PREFIX = "verdict-"  # of the file of the same kind with the verdict on lost nodes
 _VERDICT_NODES_PLACEHOLDER = "@NODES@"  # what the script replaces in that verdict
 JOB_DIRECTORY_PREFIX = "slurm-"  # of the name of a job's directory
 _MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
@@ -36,7 +36,9 @@ def get_job_directory(job: Job) -> Path:
 
     A fresh start of the run keeps it.
     """
-    return job.directory.absolute() / "logs" / f"{JOB_DIRECTORY_PREFIX}{digest_json(job.dump())}"
+    return (
+        job.directory.absolute() / "logs" / f"{JOB_DIRECTORY_PREFIX}{compute_short_json_digest(job.dump())}"
+    )
 
 
 def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
@@ -63,8 +65,8 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     sbatch_options = ours | resources.with_devices(
         job, dict(split_name_and_value(option) for option in options.sbatch)
     )
-    wrong = [*options.find_violations(), *resources.find_violations(job, options)]
-    wrong += containers.find_container_path_violations(job, options, workdir)
+    wrong = [*options.find_violations(), *resources.find_device_violations(job, options)]
+    wrong += containers.find_unmountable_path_violations(job, options, workdir)
     texts = (options.image, *options.mounts, str(workdir), str(directory))
     unprintable = (text for text in texts if not text.isprintable())
     wrong += [f"{format_value(text)}: contains a control character" for text in unprintable]
@@ -115,7 +117,7 @@ def _render_preemption_requeue(directory: Path) -> str:
 
     A job is queued again where it can continue.
     """
-    stopped, limit = shlex.quote(f"{directory}/{STOPPED_PREFIX}") + '"$SLURM_JOB_ID"', MAX_SHORT_STARTS
+    stopped, limit = shlex.quote(f"{directory}/{STOPPED_PREFIX}") + '"$SLURM_JOB_ID"', MAX_SINGLE_STEP_STARTS
     return f"""# A job that was asked to save, as by its time limit, is queued again; a stopped job is not.
 goes_on() {{
     [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped} ] || return
@@ -160,7 +162,7 @@ def _render_lost_node_report(directory: Path) -> str:
     Slurm may know of the loss before the other nodes notice it. The script then ends as without these lines.
     """
     lost_node = build_lost_node_verdict([_VERDICT_NODES_PLACEHOLDER], "Slurm says that it is down")
-    file = shlex.quote(f"{directory}/{LOST_NODES_VERDICT_PREFIX}")
+    file = shlex.quote(f"{directory}/{LOST_NODES_VERDICT_FILE_PREFIX}")
     return f"""report_lost() {{
     nodes=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N | sort -u)
     [ -n "$nodes" ] || return

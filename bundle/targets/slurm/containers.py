@@ -23,7 +23,7 @@ _MOUNT_SEPARATOR, _PATH_SEPARATOR = ",", ":"
 _UNMOUNTABLE_CHARACTERS_BY_RUNTIME = {"pyxis": '"$`', "apptainer": "\\"}
 
 
-def find_container_path_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[str]:
+def find_unmountable_path_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[str]:
     """Yield a message for each text that would reach the container changed."""
     if not options.image:
         return

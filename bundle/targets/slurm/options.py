@@ -12,12 +12,14 @@ from bundle.errors import format_value
 from bundle.targets.options import Preflight, Rdma, Restarts, Spares, allow_only
 
 CONTAINER_RUNTIMES = ("pyxis", "apptainer")
-_OPTION_PATTERN = re.compile(r"[a-z][a-z-]*(=.*)?")
+_UNDASHED_OPTION_PATTERN = re.compile(r"[a-z][a-z-]*(=.*)?")
 _LAYOUT_REASON = "the job sets this from --nodes and --devices-per-node"
 _SINGLE_SCRIPT_REASON = "a job is one batch script that is queued once"
 _RESERVED_LOG_PATH_REASON = "`launch stop` and `launch logs` find a job by its log in the run directory"
-_QUEUE_AND_EXIT_REASON = "sbatch must queue the job, print the job number and exit"
-_CLUSTER_REASON = "a job handle names no cluster. Set SLURM_CLUSTERS, which all Slurm commands read"
+_RESERVED_SUBMISSION_REASON = "sbatch must queue the job, print the job number and exit"
+_HANDLE_WITHOUT_CLUSTER_REASON = (
+    "a job handle names no cluster. Set SLURM_CLUSTERS, which all Slurm commands read"
+)
 _TIME_LIMIT_VARIABLE_REASON = (
     "the time limit must leave time for a save. Use --sbatch time=... or --sbatch signal=... instead"
 )
@@ -27,16 +29,18 @@ _RESERVED_OPTIONS = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT_REASON),
     **dict.fromkeys(("array", "wrap"), _SINGLE_SCRIPT_REASON),
     **dict.fromkeys(("output", "error"), _RESERVED_LOG_PATH_REASON),
-    **dict.fromkeys(("wait", "test-only", "parsable", "help", "usage", "version"), _QUEUE_AND_EXIT_REASON),
-    "clusters": _CLUSTER_REASON,
+    **dict.fromkeys(
+        ("wait", "test-only", "parsable", "help", "usage", "version"), _RESERVED_SUBMISSION_REASON
+    ),
+    "clusters": _HANDLE_WITHOUT_CLUSTER_REASON,
 }
 # Variables with the same effect, which win over the options of a script (sbatch's manual page).
 _FORBIDDEN_SBATCH_VARIABLES = {
     "SBATCH_ARRAY_INX": _SINGLE_SCRIPT_REASON,
     "SBATCH_OUTPUT": _RESERVED_LOG_PATH_REASON,
     "SBATCH_ERROR": _RESERVED_LOG_PATH_REASON,
-    "SBATCH_WAIT": _QUEUE_AND_EXIT_REASON,
-    "SBATCH_CLUSTERS": _CLUSTER_REASON,
+    "SBATCH_WAIT": _RESERVED_SUBMISSION_REASON,
+    "SBATCH_CLUSTERS": _HANDLE_WITHOUT_CLUSTER_REASON,
     "SBATCH_TIMELIMIT": _TIME_LIMIT_VARIABLE_REASON,
     "SBATCH_SIGNAL": _TIME_LIMIT_VARIABLE_REASON,
     **{
@@ -93,7 +97,7 @@ class SlurmOptions:
         for option in self.sbatch:
             if not option.isprintable():
                 yield f"--sbatch {format_value(option)}: contains a control character"
-            elif not _OPTION_PATTERN.fullmatch(option):
+            elif not _UNDASHED_OPTION_PATTERN.fullmatch(option):
                 form = "OPTION[=VALUE] without dashes before it, such as partition=gpu"
                 yield f"--sbatch {format_value(option)}: must be {form}"
             elif reserved := _find_reserved_option(name := split_name_and_value(option)[0]):

@@ -13,7 +13,7 @@ _NODE_OPTIONS, _GRES_NAMES = ("gpus-per-node", "gres"), ("gpu", "npu")
 _UNSUPPORTED_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
-def find_violations(job: Job, options: SlurmOptions) -> Iterator[str]:
+def find_device_violations(job: Job, options: SlurmOptions) -> Iterator[str]:
     """Yield a message for each option that requests other devices than the plan, or in another way."""
     if (resource := _get_resource(job)) is None:
         return

@@ -121,7 +121,7 @@ def measure_narrow_values(bench: Bench) -> float:
         )
 
 
-_NO_SEQUENCE_PARALLEL = {"sequence_parallel": False}
+_NO_SEQUENCE_PARALLEL_SETTINGS = {"sequence_parallel": False}
 # Weights that are whole on each rank, with the whole gradient before gradients are made final.
 _REPLICATED_MLA_WEIGHT_SUFFIXES = (
     "linear_kv_down_proj.weight",
@@ -134,7 +134,7 @@ def measure_mla_down_projection_gradients(bench: Bench) -> float:
     """Measure the gradients of the down projections and of the norm before them: two ranks against one."""
 
     def compute_gradients(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(MLA_CONFIG, _NO_SEQUENCE_PARALLEL)
+        model = layout.build_chunk(MLA_CONFIG, _NO_SEQUENCE_PARALLEL_SETTINGS)
         sum_token_losses(model, layout.build_two_rows()).backward()
         return {
             name: x.grad
@@ -149,7 +149,7 @@ def measure_mla_query_norm_gradient(bench: Bench) -> float:
     """Measure the gradient norm of the norms of compressed queries, where no other weight learns."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(MLA_CONFIG, _NO_SEQUENCE_PARALLEL)
+        model = layout.build_chunk(MLA_CONFIG, _NO_SEQUENCE_PARALLEL_SETTINGS)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("q_layernorm.weight"))
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -240,7 +240,7 @@ def _apply_rotary(sequence: torch.Tensor) -> torch.Tensor:
     return torch.cat(turned, -1).float()
 
 
-def measure_pack_without_host_sync(bench: Bench) -> float:
+def measure_sync_free_pack_gap(bench: Bench) -> float:
     """Measure a padded pack in a dense bf16 model, while torch refuses every operation that waits."""
     if bench.device.type != "cuda":
         raise NotProvable("only a GPU makes the host wait")

@@ -103,13 +103,13 @@ _STEPS, _BUCKETS = 3, "dp_reshardable"
 def measure_default_optimizer_format(bench: Bench) -> float:
     """Measure every tensor of an optimizer after a round trip in the form that nobody chose."""
     with bench.open_layout() as layout:
-        model, optimizer = _train_tiny_model(layout, _STEPS)
+        model, optimizer = _step_tiny_model_randomly(layout, _STEPS)
         directory = bench.directory / "default"
         directory.mkdir()
         saved = checkpoints.build_optimizer_state(model, optimizer, None)
         saved_tensors = _collect_tensors(saved)
         checkpoints.write({"optimizer": saved}, directory)
-        other_model, resumed = _train_tiny_model(layout, 1)
+        other_model, resumed = _step_tiny_model_randomly(layout, 1)
         empty = checkpoints.build_optimizer_state(other_model, resumed, None, is_loading=True)
         return measure_gap(
             _collect_tensors(checkpoints.read({"optimizer": empty}, directory)["optimizer"]), saved_tensors
@@ -128,13 +128,13 @@ def _collect_tensors(state: Any, path: str = "") -> Numbers:
 def measure_dp_reshardable_optimizer_state(bench: Bench) -> float:
     """Measure the moments and the step counts of an optimizer after a round trip by buckets."""
     with bench.open_layout() as layout:
-        model, optimizer = _train_tiny_model(layout, _STEPS)
+        model, optimizer = _step_tiny_model_randomly(layout, _STEPS)
         directory = bench.directory / "steps"
         directory.mkdir(exist_ok=True)
         checkpoints.write(
             {"optimizer": checkpoints.build_optimizer_state(model, optimizer, _BUCKETS)}, directory
         )
-        other_model, resumed = _train_tiny_model(layout, 1)
+        other_model, resumed = _step_tiny_model_randomly(layout, 1)
         empty = checkpoints.build_optimizer_state(other_model, resumed, _BUCKETS, is_loading=True)
         resumed.load_state_dict(checkpoints.read({"optimizer": empty}, directory)["optimizer"])
         return measure_gap(_collect_states(resumed), _collect_states(optimizer))
@@ -147,7 +147,7 @@ def measure_device_optimizer_gather(bench: Bench) -> float:
     """
     limit = 1000  # elements; a bucket of the tiny model has more
     with bench.open_layout() as layout:
-        _, optimizer = _train_tiny_model(layout, _STEPS)
+        _, optimizer = _step_tiny_model_randomly(layout, _STEPS)
         (part,) = optimizer.chained_optimizers
         expected = part.get_parameter_state_dp_zero(use_gloo_comm=True, return_on_all_ranks=True)
         with mock.patch.object(replacements, "MAX_GATHER_ELEMENTS", limit), _record_gathers() as sizes:
@@ -177,7 +177,7 @@ def _record_gathers() -> Iterator[list[int]]:
         yield sizes
 
 
-def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
+def _step_tiny_model_randomly(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
     """Return a tiny model and its optimizer after some steps with drawn gradients."""
     # In fp32 the load would write into views of weights that want a gradient, which torch refuses
     job, model = (

@@ -35,34 +35,34 @@ def require_exact_collective_results(bench: Bench) -> float:
     return 0.0
 
 
-CallResult = tuple[Tensor, list[object]]  # the numbers of a call, and the expected ones
+ActualAndExpected = tuple[Tensor, list[object]]  # the numbers of a call, and the expected ones
 
 
-def _all_reduce(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _all_reduce(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     x = torch.tensor([rank + 1, 3], device=device).to(kind)
     dist.all_reduce(x)
     return x, [3, 6]
 
 
-def _reduce_maximum(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _reduce_maximum(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     x = torch.tensor([rank + 1, 3 - rank], device=device).to(kind)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x, [2, 3]
 
 
-def _reduce_scatter(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _reduce_scatter(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     part, full = torch.empty(2, dtype=kind, device=device), torch.arange(4, device=device).to(kind)
     dist.reduce_scatter_tensor(part, full)
     return part, [4 * rank, 4 * rank + 2]
 
 
-def _all_gather(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _all_gather(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     full, part = torch.empty(4, dtype=kind, device=device), torch.tensor([rank, 1], device=device).to(kind)
     dist.all_gather_into_tensor(full, part)
     return full, [0, 1, 1, 1]
 
 
-def _all_to_all(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _all_to_all(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     outputs, inputs = (
         torch.empty(3, dtype=kind, device=device),
         torch.tensor([rank] * 3, device=device).to(kind),
@@ -72,13 +72,13 @@ def _all_to_all(rank: int, kind: torch.dtype, device: torch.device) -> CallResul
     return outputs, [0, 0, 1] if rank == 0 else [0, 1, 1]
 
 
-def _broadcast(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _broadcast(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     x = torch.tensor([1 - rank, 1], device=device).to(kind)
     dist.broadcast(x, 0)
     return x, [1, 1]
 
 
-def _send_and_receive(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:
+def _send_and_receive(rank: int, kind: torch.dtype, device: torch.device) -> ActualAndExpected:
     mine, other = torch.tensor([rank, 1], device=device).to(kind), torch.empty(2, dtype=kind, device=device)
     sides = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
     for work in dist.batch_isend_irecv(sides):
@@ -86,7 +86,7 @@ def _send_and_receive(rank: int, kind: torch.dtype, device: torch.device) -> Cal
     return other, [1 - rank, 1]
 
 
-_Call = Callable[[int, torch.dtype, torch.device], CallResult]
+_Call = Callable[[int, torch.dtype, torch.device], ActualAndExpected]
 REDUCING_CALLS: Mapping[str, _Call] = {
     "all_reduce": _all_reduce,
     "all_reduce of the largest": _reduce_maximum,

@@ -27,7 +27,7 @@ _BALANCING = {
 _MLA_MOE_CONFIG = MLA_CONFIG | {"first_k_dense_replace": 1}
 
 
-def measure_split_expert_gradients(bench: Bench) -> float:
+def measure_ep_expert_gradients(bench: Bench) -> float:
     """Measure experts on two ranks, each with all the tokens, against all experts on one rank."""
     with bench.open_layout() as layout:
         reference = layout.run_backward(layout.build_chunk(EXPERTS_CONFIG), [layout.build_two_rows()])
@@ -176,12 +176,12 @@ def measure_router_replay_mismatch(bench: Bench) -> float:
     """Measure the share of tokens with other experts than requested; then full recomputation against none."""
     with bench.open_layout() as layout:
         (plain, missed), (recomputed, missed_too) = (
-            _compute_gradients_and_misrouted_share(layout, recompute) for recompute in (None, _FULL_RECOMPUTE)
+            _run_backward_with_forced_routes(layout, recompute) for recompute in (None, _FULL_RECOMPUTE)
         )
         return find_worst([missed, missed_too, measure_gap(recomputed, plain)])
 
 
-def _compute_gradients_and_misrouted_share(
+def _run_backward_with_forced_routes(
     layout: BenchLayout, recompute: dict[str, str] | None
 ) -> tuple[Numbers, float]:
     """Return loss and gradients under fixed routes, and the largest share of tokens a router sent elsewhere.
@@ -189,8 +189,8 @@ def _compute_gradients_and_misrouted_share(
     Every fourth token is left to the router, which must choose the k best of its scores.
     """
     model = layout.build_chunk(EXPERTS_CONFIG, recompute=recompute, router_replay=True)
-    layers = routers.map_routers_to_layers(model)
-    forced_routes = {layer: _draw_routes(layer, 0).to(layout.device) for layer in layers.values()}
+    layers = routers.map_decoder_routers_to_layers(model)
+    forced_routes = {layer: _draw_expert_indices(layer, 0).to(layout.device) for layer in layers.values()}
     forced_mask = torch.arange(_TOKENS, device=layout.device) % 4 > 0
     shares: list[float] = []
 
@@ -222,7 +222,7 @@ def measure_megatron_replay_recompute(bench: Bench) -> float:
             losses = []
             for number, part in enumerate(tokens.split(2)):
                 for index, router in enumerate(layer_routers):
-                    routers.set_megatron_replay(router, _draw_routes(index, number).to(bench.device))
+                    routers.set_megatron_replay(router, _draw_expert_indices(index, number).to(bench.device))
                 losses.append(sum_token_losses(model, layout.build_batch(part, torch.ones(2, 16))))
             for loss in losses:
                 loss.backward()
@@ -230,7 +230,7 @@ def measure_megatron_replay_recompute(bench: Bench) -> float:
         return measure_gap(seen[1], seen[0])
 
 
-def _draw_routes(router: int, micro_batch: int) -> torch.Tensor:
+def _draw_expert_indices(router: int, micro_batch: int) -> torch.Tensor:
     """Return distinct experts for every token, others for every router and micro-batch; [t, k]."""
     generator = torch.Generator().manual_seed(10 * micro_batch + router)
     return torch.rand(_TOKENS, EXPERTS_CONFIG["num_experts"], generator=generator).topk(_TOPK).indices

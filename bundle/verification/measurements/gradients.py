@@ -65,16 +65,16 @@ def measure_tp_ep_gradient_norm(bench: Bench) -> float:
     return bench.measure_norm_gap(EXPERTS_CONFIG, tp=2, ep=2)
 
 
-def measure_offload_optimizer_reload(bench: Bench) -> float:
+def measure_offload_late_weight_load(bench: Bench) -> float:
     """Measure a step on weights loaded after the optimizer was made, against weights loaded before."""
     with bench.open_layout() as layout:
         return measure_gap(
-            _read_loaded_offload_weights(layout, loads_after=True),
-            _read_loaded_offload_weights(layout, loads_after=False),
+            _read_offloaded_master_weights(layout, loads_after=True),
+            _read_offloaded_master_weights(layout, loads_after=False),
         )
 
 
-def _read_loaded_offload_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
+def _read_offloaded_master_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
     job = layout.build_recipe(DENSE_HF_CONFIG, dtype="bf16")
     model = layout.build_chunk(DENSE_HF_CONFIG, dtype="bf16")
     wrapped = optimization.wrap_data_parallel(job, model.config, [model])

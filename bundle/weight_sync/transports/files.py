@@ -24,10 +24,10 @@ from bundle import files
 from bundle.architectures.contents import INDEX_FILE
 from bundle.errors import JobFailed, format_bytes
 from bundle.pretrained.directory import limit_violations, read_tensor_headers
-from bundle.pretrained.writing import OutputTensor, SafetensorsFileWriter
+from bundle.pretrained.writing import OutputTensorHeader, SafetensorsFileWriter
 from bundle.weight_sync.manifest import (
+    ExpectedTensors,
     Manifest,
-    NameTable,
     SentTensor,
     compute_digest,
     describe_tensor,
@@ -57,7 +57,7 @@ class FilesTransport:
     """Writes versions below a folder of its own in `parent`; `close` removes it."""
 
     def __init__(
-        self, parent: Path, table: NameTable, *, has_draft: bool, file_bytes: int = _FILE_BYTES
+        self, parent: Path, table: ExpectedTensors, *, has_draft: bool, file_bytes: int = _FILE_BYTES
     ) -> None:
         """`has_draft`: the servers load the draft too. Raise JobFailed where `parent` cannot be written."""
         with files.convert_write_errors(parent):
@@ -108,9 +108,9 @@ class FilesTransport:
         names: set[str] = set()
         left_out: dict[str, None] = {}
         repeated: list[str] = []
-        pending: list[tuple[OutputTensor, memoryview]] = []
+        pending: list[tuple[OutputTensorHeader, memoryview]] = []
         writes: list[Future[dict[str, str]]] = []
-        stored: list[OutputTensor] = []
+        stored: list[OutputTensorHeader] = []
         file_names: dict[str, str] = {}
         with ThreadPoolExecutor(_WRITER_THREADS) as pool:
 
@@ -178,7 +178,7 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _write_file(path: Path, tensors: Sequence[tuple[OutputTensor, memoryview]]) -> dict[str, str]:
+def _write_file(path: Path, tensors: Sequence[tuple[OutputTensorHeader, memoryview]]) -> dict[str, str]:
     """Write one file with these tensors; return the digest of each."""
     writer = SafetensorsFileWriter(path, [stored for stored, _ in tensors])
     try:

@@ -56,7 +56,7 @@ def package(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("mindspeed", "megatron")]:
         monkeypatch.delitem(sys.modules, name)
     installed: list[object] = []
-    monkeypatch.setattr(facade, "install", installed.append)
+    monkeypatch.setattr(facade, "replace_attributes", installed.append)
     monkeypatch.setattr(patcher, "list_applied_targets", lambda: ())
     yield installed
     for name in [name for name in sys.modules if name.partition(".")[0] == "mindspeed"]:

@@ -41,7 +41,7 @@ def step(model: str, packed: bool, runtime) -> list[float]:
         state = groups.create_model_parallel_groups(job.parallel, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, torch.device("cpu"))
     engine.forward_backward([batch(packed, job.architecture.mtp_layers)])
-    norm, losses = engine.step().grad_norm, engine.take_losses()
+    norm, losses = engine.step_optimizer().grad_norm, engine.take_losses()
     with runtime.megatron_calls():
         groups.destroy_model_parallel_groups()
     return [losses.main, *losses.mtp, norm]

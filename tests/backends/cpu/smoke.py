@@ -91,7 +91,7 @@ def train(job: Recipe, runtime, micro_batches: list[Any] | None = None) -> list[
 
 def _step(engine: Any, batches: list[Any]) -> list[float]:
     engine.forward_backward(batches)
-    result = engine.step()
+    result = engine.step_optimizer()
     losses = engine.take_losses()
     return [losses.main, *losses.mtp, result.grad_norm]
 

@@ -12,7 +12,7 @@ import torch
 
 from bundle.backends.cpu import facade
 from bundle.backends.cpu.facade import megatron_calls
-from bundle.capabilities.cpu import REPLACEMENT_REASONS_BY_TARGET
+from bundle.capabilities.cpu import REPLACEMENT_REASON_BY_TORCH_NAME
 from bundle.errors import EnvironmentUnfit
 
 
@@ -51,7 +51,7 @@ def test_install_replaces_what_is_declared_and_uninstall_restores_every_object()
     before = everything()
     facade.install()
     facade.install()
-    assert changed(before, everything()) == set(REPLACEMENT_REASONS_BY_TARGET)
+    assert changed(before, everything()) == set(REPLACEMENT_REASON_BY_TORCH_NAME)
     assert not torch.cuda.is_available()
     facade.uninstall()
     facade.uninstall()

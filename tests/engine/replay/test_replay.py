@@ -31,12 +31,12 @@ def test_without_it_nothing_is_recorded(replay, messages):
 def test_without_it_no_routes_are_taken(replay, messages):
     x = torch.zeros(1, 4, dtype=torch.int64)
     batch = from_rows(x, x, x.float(), cp=1, rank=0, mtp_layers=0)
-    with replay.record_and_replay([batch], has_backward=False):
+    with replay.replay_micro_batch_routes([batch], has_backward=False):
         pass
     given = replace(batch, routes=Routes((1,), torch.zeros(4, 1, 2, dtype=torch.uint8)))
     with (
         pytest.raises(UsageError, match="router_replay") as error,
-        replay.record_and_replay([given], has_backward=False),
+        replay.replay_micro_batch_routes([given], has_backward=False),
     ):
         pass
     messages(error.value)

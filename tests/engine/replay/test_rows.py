@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.engine.routes import Routes, Routing, build_forced_routes, from_router_rows
+from bundle.engine.routes import Routes, Routing, build_forced_routes_with_padding, from_router_rows
 from bundle.mcore.context import RouterChoices
 from bundle.packing.packing import Packing
 from bundle.recipe.alignment import Alignment
@@ -45,12 +45,15 @@ def test_what_routers_are_given_comes_back_as_the_routes(lengths, alignment, rou
     grid = ranks(lengths, alignment)
 
     def given_to(packing, part, parts):
-        found = build_forced_routes(routes, packing, routing, LAYERS, part=part, parts=parts)
+        found = build_forced_routes_with_padding(routes, packing, routing, LAYERS, part=part, parts=parts)
         assert found is not None and found.row_mask is None
         experts = torch.stack([found.experts[layer] for layer in LAYERS], dim=1)
         # megatron embeds [b, s / cp], swaps both dimensions and cuts the first among the tensor ranks
         tokens = (
-            packing.pack_concatenated(torch.arange(sum(lengths)), fill=-1).t().chunk(parts)[part].reshape(-1)
+            packing.pack_concatenated_tokens(torch.arange(sum(lengths)), fill=-1)
+            .t()
+            .chunk(parts)[part]
+            .reshape(-1)
         )
         assert torch.equal(experts[tokens >= 0], routes.experts[tokens[tokens >= 0]])
         return experts
@@ -69,7 +72,8 @@ def test_recording_forces_padding_only_and_spreads_it(lengths, alignment, routin
     for row in ranks(lengths, alignment):
         valid = row[0][0].valid.transpose(0, 1).flatten()
         given = [
-            build_forced_routes(None, p, routing, LAYERS, part=part, parts=parts) for p, part, parts in row
+            build_forced_routes_with_padding(None, p, routing, LAYERS, part=part, parts=parts)
+            for p, part, parts in row
         ]
         found = [one for one in given if one is not None]
         if not found:
@@ -95,7 +99,7 @@ def test_free_tokens_are_left_to_the_router_and_nothing_else(lengths, alignment,
     grid = ranks(lengths, alignment)
 
     def rows_of(packing, part, parts):
-        found = build_forced_routes(routes, packing, routing, (2,), part=part, parts=parts)
+        found = build_forced_routes_with_padding(routes, packing, routing, (2,), part=part, parts=parts)
         assert found is not None
         return found.row_mask
 
@@ -108,12 +112,12 @@ def test_a_chunk_gets_the_routes_of_its_own_layers():
     routing = Routing(LAYERS, 16, 2)
     routes = drawn(routing, 8, 3)
     packing = Packing.from_lengths([5, 3], Alignment())
-    found = build_forced_routes(routes, packing, routing, (5, 1), part=0, parts=1)
+    found = build_forced_routes_with_padding(routes, packing, routing, (5, 1), part=0, parts=1)
     assert found is not None
     assert list(found.experts) == [5, 1]
     assert torch.equal(found.experts[5], routes.experts[:, 2])
     assert torch.equal(found.experts[1], routes.experts[:, 0])
-    assert build_forced_routes(routes, packing, routing, (), part=0, parts=1) is None
+    assert build_forced_routes_with_padding(routes, packing, routing, (), part=0, parts=1) is None
 
 
 def test_nothing_is_read_back_from_the_device():
@@ -125,7 +129,7 @@ def test_nothing_is_read_back_from_the_device():
     routers = {torch.nn.Identity(): layer for layer in LAYERS}
     choices = RouterChoices(routers, routing.dtype, has_backward=True)
     for routes in (None, drawn(routing, 8, 0), Routes(LAYERS, drawn(routing, 8, 0).experts, free)):
-        given = build_forced_routes(routes, packing, routing, LAYERS, part=0, parts=1)
+        given = build_forced_routes_with_padding(routes, packing, routing, LAYERS, part=0, parts=1)
         with choices.record_forward(given) as made, torch.no_grad():
             for router in routers:
                 assert choices.choose(router, own).shape == own.shape

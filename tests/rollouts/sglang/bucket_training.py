@@ -14,5 +14,5 @@ from tests.rl import training
 
 if __name__ == "__main__":
     torch.multiprocessing.set_sharing_strategy("file_system")
-    building._find_shared_bucket_device = lambda recipe, memory: torch.device("cpu")
+    building._find_bucket_transport_device = lambda recipe, memory: torch.device("cpu")
     training.main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from bundle.pretrained.writing import OutputTensor
+from bundle.pretrained.writing import OutputTensorHeader
 from bundle.rollouts import Request, Sampling
 from bundle.rollouts.sglang import ServedModel, SGLangRollout
 from bundle.rollouts.sglang.client import Client, Keys
 from bundle.rollouts.sglang.replicas import Replicas
 from bundle.rollouts.sglang.server import ServerReplica
-from bundle.weight_sync.manifest import NameTable
+from bundle.weight_sync.manifest import ExpectedTensors
 from bundle.weight_sync.transports.files import FilesTransport
 from bundle.weight_sync.transports.ipc import Bucket
 from tests.rollouts.sglang.contract_server import ContractServer, Fault
@@ -33,7 +33,7 @@ def build_tensors(version: int, names: Mapping[str, Kind] = KINDS) -> dict[str, 
 
 
 class Checksums:
-    """Loads what was sent as a server does (`ChecksumSource`), apart from it."""
+    """Loads what was sent as a server does (`ExpectedChecksumSource`), apart from it."""
 
     def __init__(self, kinds: Mapping[str, Kind] = KINDS) -> None:
         self.kinds = kinds
@@ -51,7 +51,7 @@ class Checksums:
         self.is_computed = True
         return weights.compute_checksums()
 
-    def add_bucket(self, bucket: Bucket) -> None:
+    def submit_bucket(self, bucket: Bucket) -> None:
         if self.is_computed:
             self.entries, self.is_computed = [], False
         self.entries += read_bucket(bucket.share())
@@ -107,8 +107,8 @@ class Cluster:
             )
             for number, launcher in enumerate(self.launchers)
         ]
-        table = NameTable({}, DRAFT, {})
-        declared = {name: OutputTensor(name, *kind) for name, kind in self.kinds.items()}
+        table = ExpectedTensors({}, DRAFT, {})
+        declared = {name: OutputTensorHeader(name, *kind) for name, kind in self.kinds.items()}
         self.folder = folder
         self.rollout = SGLangRollout(
             Replicas(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bundle.errors import EnvironmentUnfit, JobFailed
-from bundle.rollouts.sglang.checksums import HashHelper
+from bundle.rollouts.sglang.checksums import ExpectedHashHelper
 from bundle.rollouts.sglang.client import Keys
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
 from bundle.weight_sync.transports.ipc import Bucket
@@ -112,7 +112,7 @@ def test_keys_may_begin_with_a_hyphen(tmp_path, python, arguments, monkeypatch):
     replica = ServerReplica("replica 0", process, seconds=60, start_seconds=60)
     replica.restart()
     assert process.keys == Keys("-key", "-key") and replica.is_alive()
-    replica.close()
+    replica.stop_owned_server()
 
 
 def test_a_server_that_dies_while_it_loads_shows_its_last_lines(tmp_path, python, arguments):
@@ -192,7 +192,7 @@ def test_a_helper_puts_together_what_the_server_has(tmp_path, python, share_by_n
     }
     expected["draft.model.embed_tokens.weight"] = expected["model.embed_tokens.weight"]
     unknown = ["draft.model.norm.weight", "c.qkv_proj.weight", "other.experts.w2_weight", "other.experts.x"]
-    helper = HashHelper(python, 60)
+    helper = ExpectedHashHelper(python, 60)
     assert helper.compute_expected_checksums(tmp_path, dict.fromkeys([*expected, *unknown], "")) == expected
     with pytest.raises(JobFailed):
         helper.compute_expected_checksums(tmp_path / "none", {"norm.weight": ""})
@@ -201,7 +201,7 @@ def test_a_helper_puts_together_what_the_server_has(tmp_path, python, share_by_n
     }
     for addend in (0, 1):  # a second version replaces the first
         for names in (parts[:7], parts[7:]):
-            helper.add_bucket(Bucket([(name, tensors[name] + addend) for name in names]))
+            helper.submit_bucket(Bucket([(name, tensors[name] + addend) for name in names]))
         checksums = helper.compute_expected_checksums(None, dict.fromkeys([*expected, *unknown], ""))
         assert checksums["norm.weight"] == compute_hash(tensors["norm.weight"] + addend)
         assert checksums.keys() == expected.keys() and (checksums == expected) is (addend == 0)
@@ -216,16 +216,16 @@ def test_a_helper_that_fails_is_no_proof(tmp_path, body, share_by_names):
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     with pytest.raises(JobFailed):
-        HashHelper(str(program), 0.3).compute_expected_checksums(tmp_path, {"a": ""})
+        ExpectedHashHelper(str(program), 0.3).compute_expected_checksums(tmp_path, {"a": ""})
     with pytest.raises(JobFailed):
-        HashHelper(str(program), 0.3).add_bucket(Bucket([("a", torch.ones(1))]))
+        ExpectedHashHelper(str(program), 0.3).submit_bucket(Bucket([("a", torch.ones(1))]))
 
 
 def test_weights_of_runs_that_were_killed_are_removed(tmp_path):
-    from bundle.weight_sync.manifest import NameTable
+    from bundle.weight_sync.manifest import ExpectedTensors
     from bundle.weight_sync.transports.files import FilesTransport
 
-    empty = NameTable({}, frozenset(), {})
+    empty = ExpectedTensors({}, frozenset(), {})
     abandoned = tmp_path / "mcore-bundle-weights-abandoned"
     abandoned.mkdir()
     (tmp_path / "somebody").mkdir()

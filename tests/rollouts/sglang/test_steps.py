@@ -10,7 +10,7 @@ from bundle.rollouts import Request, Rollout, Sampling
 from bundle.rollouts.sglang.checksums import FirstReplicaChecksums
 from bundle.rollouts.sglang.client import Client, Keys, ServerCallFailed
 from bundle.rollouts.sglang.server import ServerReplica
-from bundle.weight_sync.manifest import NameTable
+from bundle.weight_sync.manifest import ExpectedTensors
 from bundle.weight_sync.states import FreeMemoryWait, Step, SyncedReplica
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.sglang.building import (
@@ -150,7 +150,7 @@ def test_a_tag_that_is_not_released_is_not_resumed(tmp_path):
     server = ContractServer(Weights(KINDS, DRAFT), name_version)
     replica = Client(server.url, Keys(), 30)
     sync = SyncedReplica(replica, tags=())
-    written = FilesTransport(tmp_path, NameTable({}, DRAFT, {}), has_draft=True).write(
+    written = FilesTransport(tmp_path, ExpectedTensors({}, DRAFT, {}), has_draft=True).write(
         1, build_tensors(1).items()
     )
     expect = partial(Checksums().compute_expected_checksums, written.directory)

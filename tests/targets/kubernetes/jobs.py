@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from bundle.launch.job import Job, from_plan
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.targets.kubernetes import FORMS
+from bundle.targets.kubernetes import FORMS_BY_NAME
 from bundle.targets.kubernetes.options import KubernetesOptions
 
 Objects = list[dict[str, Any]]
@@ -67,7 +67,7 @@ def everything(form: str) -> KubernetesOptions:
 
 def options_of(job: Job) -> list[KubernetesOptions]:
     """For every form that a job can have: all that it takes, and the least."""
-    forms = [form for form in FORMS if form != "ascendjob" or job.backend == "ascend"]
+    forms = [form for form in FORMS_BY_NAME if form != "ascendjob" or job.backend == "ascend"]
     return [options for form in forms for options in (everything(form), replace(LEAST, form=form))]
 
 

@@ -18,7 +18,7 @@ from bundle.errors import ExitCode, TargetUnavailable, UsageError
 from bundle.launch.job import from_plan
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.targets.kubernetes import FORMS, client, jobs, logs
+from bundle.targets.kubernetes import FORMS_BY_NAME, client, jobs, logs
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.states import JobState, ListedJob
 from tests.command import run_bundle
@@ -507,7 +507,7 @@ def test_the_verb_prints_the_handle_alone_by_which_the_job_is_asked_about(record
 
 
 @pytest.mark.clusters
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "ascendjob"])
+@pytest.mark.parametrize("form", [form for form in FORMS_BY_NAME if form != "ascendjob"])
 def test_a_real_cluster_trains_the_demo(form):
     pytest.importorskip("kubernetes")
     image, claim = os.environ.get("BUNDLE_IMAGE"), os.environ.get("BUNDLE_CLAIM")

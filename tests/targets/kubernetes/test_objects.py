@@ -74,7 +74,7 @@ def values(found: Any, *path: str) -> Iterator[str]:
         yield f"{'.'.join(path[-2:])}={found}"
 
 
-@pytest.mark.parametrize("form", kubernetes.FORMS)
+@pytest.mark.parametrize("form", kubernetes.FORMS_BY_NAME)
 def test_each_option_adds_its_value_and_nothing_else(npus, form):
     least, most = (
         set(values(kubernetes.build_objects(npus, options)[1:]))
@@ -303,7 +303,7 @@ def test_what_an_option_requests_is_a_limit_and_replaces_the_estimate(wide):
     assert resources["requests"] == {"nvidia.com/gpu": "8", "memory": "1Ti", "cpu": "16"}
 
 
-@pytest.mark.parametrize("form", kubernetes.FORMS)
+@pytest.mark.parametrize("form", kubernetes.FORMS_BY_NAME)
 @pytest.mark.parametrize(
     ("endpoint", "annotations"),
     [
@@ -352,7 +352,7 @@ def test_pods_have_the_time_that_their_checkpoint_takes(wide):
     assert seconds(large, replace(least, grace_seconds=60)) == 60
 
 
-@pytest.mark.parametrize("form", [form for form in kubernetes.FORMS if form != "rayjob"])
+@pytest.mark.parametrize("form", [form for form in kubernetes.FORMS_BY_NAME if form != "rayjob"])
 def test_every_pod_of_a_job_with_preflight_does_it(npus, form):
     def words(**options):
         objects = kubernetes.build_objects(npus, replace(LEAST, form=form, **options))

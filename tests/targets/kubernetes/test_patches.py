@@ -28,7 +28,7 @@ def patched(job: Any, form: str, path: Path, text: str) -> list[dict[str, Any]]:
     return kubernetes.build_objects(job, replace(LEAST, form=form, patch=path, name="sft"))
 
 
-@pytest.mark.parametrize("form", [form for form in kubernetes.FORMS if form != "rayjob"])
+@pytest.mark.parametrize("form", [form for form in kubernetes.FORMS_BY_NAME if form != "rayjob"])
 def test_a_patch_of_pods_reaches_every_template(npus, form, tmp_path):
     before = kubernetes.build_objects(npus, replace(LEAST, form=form, name="sft"))
     container = pods(before)[0][1]["spec"]["containers"][0]["name"]

@@ -109,7 +109,9 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-@pytest.mark.parametrize("form", [form for form in kubernetes.FORMS if form not in ("ascendjob", "rayjob")])
+@pytest.mark.parametrize(
+    "form", [form for form in kubernetes.FORMS_BY_NAME if form not in ("ascendjob", "rayjob")]
+)
 def test_the_pods_train_what_one_node_trains(form, tmp_path):
     objects = kubernetes.build_objects(decided(), KubernetesOptions(image="bundle", claim="runs", form=form))
     home = tmp_path / "home"

@@ -12,7 +12,7 @@ import pytest
 from bundle.environment import image
 from bundle.launch.job import UNDECIDED, parse
 from bundle.targets import images
-from bundle.targets.kubernetes import FORMS, rayjob
+from bundle.targets.kubernetes import FORMS_BY_NAME, rayjob
 from bundle.targets.kubernetes.options import DEFAULT_CLAIM
 from tests.command import run_bundle
 from tests.launch.launched import ROOT
@@ -84,12 +84,12 @@ def recipe(tmp_path) -> str:
     return "mine.yaml"
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("ascendjob", "rayjob")])
+@pytest.mark.parametrize("form", [form for form in FORMS_BY_NAME if form not in ("ascendjob", "rayjob")])
 def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds(
     recipe, tmp_path, form, capsys, messages
 ):
     words = ("launch", "kubernetes", recipe, "--nodes", "1024", "--dry-run")
-    said = () if form == next(iter(FORMS)) else (f"--form={form}",)
+    said = () if form == next(iter(FORMS_BY_NAME)) else (f"--form={form}",)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run_bundle(*words, *said, cwd=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

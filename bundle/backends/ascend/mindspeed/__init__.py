@@ -78,7 +78,7 @@ def _patch_megatron(arguments: list[str]) -> None:
     for target in RESTORED_FUNCTIONS:
         if (patch := MindSpeedPatchesManager.patches_info.get(target)) is not None:
             patch.remove_patch()
-    facade.install(FACADE_TARGETS_WITH_MINDSPEED)
+    facade.replace_attributes(FACADE_TARGETS_WITH_MINDSPEED)
     refuse_overwritten_patches()
 
 

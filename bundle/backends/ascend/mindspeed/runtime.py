@@ -18,7 +18,7 @@ from bundle.backends.ascend import facade
 from bundle.backends.ascend.attention import AscendCoreAttention
 from bundle.backends.ascend.layers import AscendNorm
 from bundle.backends.ascend.runtime import AscendRuntime
-from bundle.capabilities.ascend import MINDSPEED_CAPABILITIES
+from bundle.capabilities.ascend import ASCEND_WITH_MINDSPEED
 from bundle.environment.ascend import parse_generation
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
@@ -83,7 +83,7 @@ transformer_engine.TELinear.__init__ = _clear_duplicated_tensor_parallel_flag(
 )
 # To 0.13 the down projections of latent attention are cut, and gathered in a way that drops gradients.
 _MLA_DOWN_CLASSES_BY_SUBMODULE = (
-    {} if hasattr(multi_latent_attention, "TELinear") else local.CLASS_BY_MLA_SUBMODULE
+    {} if hasattr(multi_latent_attention, "TELinear") else local.CLASS_BY_MLA_DOWN_PROJECTION
 )
 # Left as they are: experts on MindSpeed's linear layers; and what specs name, and megatron builds only where
 # use_te_activation_func says so (from 0.15).
@@ -96,7 +96,7 @@ _LAYERS_LEFT_TO_MINDSPEED = (
 class MindSpeedRuntime(AscendRuntime):
     """An NPU through MindSpeed: linear layers, experts and AdamW are its own, attention and norms ours."""
 
-    capabilities = MINDSPEED_CAPABILITIES
+    capabilities = ASCEND_WITH_MINDSPEED
 
     def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
         """Return the TransformerConfig fields for this recipe.
@@ -105,16 +105,16 @@ class MindSpeedRuntime(AscendRuntime):
         """
         self.refuse_unsupported(recipe, parse_generation(torch.npu.get_device_name()))
         fields: dict[str, Any] = {
-            "bias_activation_fusion": MINDSPEED_CAPABILITIES.uses_operator(recipe, "swiglu")
+            "bias_activation_fusion": ASCEND_WITH_MINDSPEED.uses_operator(recipe, "swiglu")
         }
         if recipe.architecture.moe is not None:
-            permute = MINDSPEED_CAPABILITIES.uses_operator(recipe, "permute")
+            permute = ASCEND_WITH_MINDSPEED.uses_operator(recipe, "permute")
             fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": permute}
         if (fp8 := recipe.model.fp8) is not None:
             fields |= {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
         return fields
 
-    def needs_torch_fused_adam(self, recipe: Recipe) -> bool:
+    def needs_torch_adam_fusion(self, recipe: Recipe) -> bool:
         """Return False: megatron takes MindSpeed's Adam, under apex's name, and not torch's."""
         return False
 
@@ -123,9 +123,9 @@ class MindSpeedRuntime(AscendRuntime):
 
         Norms are ours, since MindSpeed's are made in float32 whatever the model's type is.
         """
-        unfused = MINDSPEED_CAPABILITIES.choose_attention(recipe, None).value == "unfused"
-        facade.set_rotary_operator_enabled(MINDSPEED_CAPABILITIES.uses_operator(recipe, "rotary"))
-        layer_specs = gpt.build_attention_only_specs(config, chunk, transformer_engine=True)
+        unfused = ASCEND_WITH_MINDSPEED.choose_attention(recipe, None).value == "unfused"
+        facade.set_rotary_operator_enabled(ASCEND_WITH_MINDSPEED.uses_operator(recipe, "rotary"))
+        layer_specs = gpt.build_softmax_attention_specs(config, chunk, transformer_engine=True)
         classes = {
             transformer_engine.TEDotProductAttention: DotProductAttention if unfused else AscendCoreAttention,
             transformer_engine.TELayerNormColumnParallelLinear: SettableEpsilonNormedLinear,

@@ -5,7 +5,12 @@ import math
 import torch
 import torch.distributed as dist
 
-from bundle.backends.cpu.scaling import E4M3, DelayedQuantiser, FirstMicroBatchWeightQuantiser, ForwardPurpose
+from bundle.backends.cpu.scaling import (
+    E4M3,
+    DelayedQuantiser,
+    FirstMicroBatchWeightQuantiser,
+    ForwardPassPurpose,
+)
 from bundle.mcore import context
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification.numbers import DENSE_HF_CONFIG, Bench, find_worst
@@ -26,7 +31,7 @@ def calls(bench: Bench) -> float:
     ):
         for value, wanted in zip(LARGEST[dist.get_rank()], WANTED, strict=True):
             with context.schedule_run.set(object()):
-                quantiser(x + value, ForwardPurpose.TRAINED)
+                quantiser(x + value, ForwardPassPurpose.TRAINED)
             gaps.append((quantiser.scale / wanted - 1).abs())
     return find_worst(gaps)
 

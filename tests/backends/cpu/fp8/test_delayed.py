@@ -8,9 +8,9 @@ from bundle.backends.cpu.scaling import (
     E4M3,
     DelayedQuantiser,
     FirstMicroBatchWeightQuantiser,
-    ForwardPurpose,
+    ForwardPassPurpose,
     build_quantisers,
-    find_phase,
+    find_forward_or_recompute_phase,
 )
 from bundle.mcore import context
 from bundle.recipe.recipe import FP8
@@ -23,7 +23,7 @@ def full(value: float) -> torch.Tensor:
     return torch.full((2, 2), value)
 
 
-def scales(values, phase=ForwardPurpose.TRAINED, of=None):
+def scales(values, phase=ForwardPassPurpose.TRAINED, of=None):
     """The scale of each call."""
     delayed = of or DelayedQuantiser(E4M3, None)
     return [scale_of(delayed(full(value), phase)) for value in values]
@@ -52,18 +52,18 @@ def test_a_value_is_forgotten_after_the_history():
 def test_evaluation_changes_nothing():
     delayed = DelayedQuantiser(E4M3, None)
     assert scales([7.0, 14.0], of=delayed) == [1, 64]
-    assert scales([1e6, 1e6], ForwardPurpose.EVALUATED, of=delayed) == [32, 32]
+    assert scales([1e6, 1e6], ForwardPassPurpose.EVALUATED, of=delayed) == [32, 32]
     assert scales([7.0], of=delayed) == [32]
 
 
 def test_recomputation_repeats_the_scales_in_order():
     delayed = DelayedQuantiser(E4M3, None)
-    first = scales([7.0, 14.0], ForwardPurpose.CHECKPOINTED, of=delayed)
-    assert scales([7.0, 14.0], ForwardPurpose.RECOMPUTED, of=delayed) == first == [1, 64]
+    first = scales([7.0, 14.0], ForwardPassPurpose.CHECKPOINTED, of=delayed)
+    assert scales([7.0, 14.0], ForwardPassPurpose.RECOMPUTED, of=delayed) == first == [1, 64]
     assert scales([1.0], of=delayed) == [32]
 
 
-def weight_scales(values, phase=ForwardPurpose.TRAINED, of=None):
+def weight_scales(values, phase=ForwardPassPurpose.TRAINED, of=None):
     """The scale of a weight in each micro-batch of one run of a schedule."""
     weight = of or FirstMicroBatchWeightQuantiser(E4M3, None)
     with context.schedule_run.set(object()):
@@ -81,15 +81,15 @@ def test_a_weight_is_recomputed_by_the_copy_of_its_run():
     weight = FirstMicroBatchWeightQuantiser(E4M3, None)
     weight_scales([7.0], of=weight)
     with context.schedule_run.set(object()):
-        first = scales([14.0, 14.0], ForwardPurpose.CHECKPOINTED, weight)
-        assert first == scales([14.0, 14.0], ForwardPurpose.RECOMPUTED, weight) == [64, 64]
-    assert weight_scales([1.0], ForwardPurpose.CHECKPOINTED, weight) == [32]
+        first = scales([14.0, 14.0], ForwardPassPurpose.CHECKPOINTED, weight)
+        assert first == scales([14.0, 14.0], ForwardPassPurpose.RECOMPUTED, weight) == [64, 64]
+    assert weight_scales([1.0], ForwardPassPurpose.CHECKPOINTED, weight) == [32]
 
 
 def test_evaluation_between_two_steps_leaves_a_weight_alone():
     weight = FirstMicroBatchWeightQuantiser(E4M3, None)
     weight_scales([7.0], of=weight)
-    assert weight_scales([1e6, 1e6], ForwardPurpose.EVALUATED, weight) == [64, 64]
+    assert weight_scales([1e6, 1e6], ForwardPassPurpose.EVALUATED, weight) == [64, 64]
     assert weight_scales([7.0, 7.0], of=weight) == [64, 64]
 
 
@@ -103,7 +103,7 @@ def test_each_micro_batch_ages_a_weight_by_one():
 def test_both_products_of_a_matrix_have_one_scale_whatever_comes_in_between():
     delayed = DelayedQuantiser(E4M3, None)
     scales([7.0], of=delayed)
-    rounding = delayed(full(7.0), ForwardPurpose.TRAINED)
+    rounding = delayed(full(7.0), ForwardPassPurpose.TRAINED)
     before = scale_of(rounding)
     scales([448.0, 448.0], of=delayed)
     assert scale_of(rounding) == before == 64
@@ -119,15 +119,15 @@ def test_a_checkpoint_goes_on_alike():
     fp8 = FP8(scaling="delayed")
     first, second, bf16 = (build_quantisers(fp8, None) for _ in range(3))
     for each in (first.input, first.weight, first.gradient):
-        each(full(7.0), ForwardPurpose.TRAINED), each(full(3.0), ForwardPurpose.TRAINED)
-    second.restore(first.get_state())
+        each(full(7.0), ForwardPassPurpose.TRAINED), each(full(3.0), ForwardPassPurpose.TRAINED)
+    second.restore(first.get_delayed_state())
     for a, b in zip((first.input, first.weight), (second.input, second.weight), strict=True):
         for value in (0.5, 14.0, 1.0):
-            now = scale_of(a(full(value), ForwardPurpose.TRAINED))
-            assert scale_of(b(full(value), ForwardPurpose.TRAINED)) == now > 1
+            now = scale_of(a(full(value), ForwardPassPurpose.TRAINED))
+            assert scale_of(b(full(value), ForwardPassPurpose.TRAINED)) == now > 1
     bf16.restore([])
-    assert scale_of(bf16.input(full(7.0), ForwardPurpose.TRAINED)) == 1
-    assert build_quantisers(FP8(scaling="blockwise"), None).get_state() == []
+    assert scale_of(bf16.input(full(7.0), ForwardPassPurpose.TRAINED)) == 1
+    assert build_quantisers(FP8(scaling="blockwise"), None).get_delayed_state() == []
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -135,7 +135,7 @@ def test_phases_are_told_from_where_the_pass_runs(training):
     seen = []
 
     def layer(x):
-        seen.append(find_phase(training=training))
+        seen.append(find_forward_or_recompute_phase(training=training))
         return x * 2
 
     x = torch.ones(3, requires_grad=True)
@@ -143,6 +143,6 @@ def test_phases_are_told_from_where_the_pass_runs(training):
     layer(x)
     with torch.no_grad():
         layer(x)
-    plain = ForwardPurpose.TRAINED if training else ForwardPurpose.EVALUATED
-    dropped = ForwardPurpose.CHECKPOINTED if training else ForwardPurpose.EVALUATED
-    assert seen == [dropped, ForwardPurpose.RECOMPUTED, plain, dropped]
+    plain = ForwardPassPurpose.TRAINED if training else ForwardPassPurpose.EVALUATED
+    dropped = ForwardPassPurpose.CHECKPOINTED if training else ForwardPassPurpose.EVALUATED
+    assert seen == [dropped, ForwardPassPurpose.RECOMPUTED, plain, dropped]

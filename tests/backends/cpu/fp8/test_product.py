@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bundle.backends.cpu.layers import multiply_in_fp8
-from bundle.backends.cpu.scaling import ForwardPurpose, build_quantisers
+from bundle.backends.cpu.scaling import ForwardPassPurpose, build_quantisers
 from bundle.recipe.recipe import FP8
 from tests.backends.cpu.fp8 import reference
 
@@ -25,7 +25,7 @@ def inputs(*shapes, dtype=torch.float32):
 
 def run(x, weight, gradient, fp8, bias=None):
     """Output and gradients of the input and the weight."""
-    y = multiply_in_fp8(x, weight, bias, build_quantisers(fp8, None), ForwardPurpose.TRAINED)
+    y = multiply_in_fp8(x, weight, bias, build_quantisers(fp8, None), ForwardPassPurpose.TRAINED)
     return (y, *torch.autograd.grad(y, (x, weight), gradient))
 
 
@@ -73,7 +73,7 @@ def test_frozen_weights_biases_and_empty_batches(scaling):
     x, w, g = inputs((2, 16, 64), (32, 64), (2, 16, 32), dtype=torch.bfloat16)
     bias = torch.randn(32).bfloat16().requires_grad_()
     fp8 = FP8(scaling=scaling, format="hybrid")
-    y = multiply_in_fp8(x, w.detach(), bias, build_quantisers(fp8, None), ForwardPurpose.TRAINED)
+    y = multiply_in_fp8(x, w.detach(), bias, build_quantisers(fp8, None), ForwardPassPurpose.TRAINED)
     assert y.shape == (2, 16, 32) and y.dtype is torch.bfloat16
     d_x, d_bias = torch.autograd.grad(y, (x, bias), g.detach())
     assert d_x.dtype is torch.bfloat16 and torch.equal(d_bias, g.reshape(-1, 32).sum(0))
@@ -87,5 +87,5 @@ def test_what_is_not_a_number_stays_visible():
     with torch.no_grad():
         x[3, 5] = torch.nan
     for fp8 in (FP8(scaling="delayed"), *(FP8(scaling=scaling) for scaling in SCALINGS)):
-        y = multiply_in_fp8(x, w, None, build_quantisers(fp8, None), ForwardPurpose.TRAINED)
+        y = multiply_in_fp8(x, w, None, build_quantisers(fp8, None), ForwardPassPurpose.TRAINED)
         assert y.isnan().all(1).tolist() == [row == 3 for row in range(16)]

@@ -12,9 +12,9 @@ from bundle.backends.cpu.scaling import (
     compute_e8m0_scale,
     compute_exact_scale,
     compute_power_of_two_scale,
+    fake_quantize_to_fp8,
     find_amax,
     round_blocks_to_fp8,
-    round_to_fp8,
 )
 from tests.backends.cpu.fp8 import reference
 
@@ -27,7 +27,7 @@ SIZES = st.floats(2.0**-60, 2.0**60, width=32)
 def test_every_number_of_a_format_is_its_own_rounding(form):
     table = torch.tensor(reference.numbers(form)).float()
     assert table.max() == torch.finfo(DTYPES[form]).max
-    assert torch.equal(round_to_fp8(table, torch.ones(()), DTYPES[form]), table)
+    assert torch.equal(fake_quantize_to_fp8(table, torch.ones(()), DTYPES[form]), table)
 
 
 @pytest.mark.parametrize("form", DTYPES)
@@ -36,7 +36,7 @@ def test_rounding_is_to_nearest_ties_to_even(form):
     halves = (table[1:] + table[:-1]) / 2
     below, above = halves * (1 - 2**-20), halves * (1 + 2**-20)
     x = np.concatenate([halves, below, above, -halves])
-    got = round_to_fp8(torch.tensor(x).float(), torch.ones(()), DTYPES[form])
+    got = fake_quantize_to_fp8(torch.tensor(x).float(), torch.ones(()), DTYPES[form])
     assert np.array_equal(got.numpy(), reference.nearest(x.astype(np.float32).astype(float), form))
 
 
@@ -44,7 +44,7 @@ def test_rounding_is_to_nearest_ties_to_even(form):
 def test_what_is_too_large_saturates_and_nan_stays(form):
     top = torch.finfo(DTYPES[form]).max
     x = torch.tensor([top * 1.01, -3e38, torch.inf, torch.nan])
-    got = round_to_fp8(x, torch.ones(()), DTYPES[form])
+    got = fake_quantize_to_fp8(x, torch.ones(()), DTYPES[form])
     assert got[:3].tolist() == [top, -top, top] and got[3].isnan()
 
 
@@ -91,12 +91,12 @@ def test_blocks_are_cut_where_the_reference_cuts_them(rows, columns, block, form
 def test_one_scale_for_a_tensor(seed, form, size):
     x = (np.random.default_rng(seed).standard_normal((33, 65)) * size).astype(np.float32)
     t = torch.from_numpy(x)
-    got = round_to_fp8(t, compute_exact_scale(find_amax(t), DTYPES[form]), DTYPES[form])
+    got = fake_quantize_to_fp8(t, compute_exact_scale(find_amax(t), DTYPES[form]), DTYPES[form])
     wanted = reference.blocks(x.astype(float), x.shape, form, "exact")
     # A product with a float32 scale may fall on the other side of a tie.
     wrong = ~np.isclose(got.numpy(), wanted, rtol=2**-22, atol=0)
     assert wrong.mean() < 0.005
     ulp = 2.0 ** -reference.FORMATS[form][1]
     assert np.allclose(got.numpy()[wrong], wanted[wrong], rtol=ulp * 1.01)
-    again = round_to_fp8(got, compute_exact_scale(find_amax(got), DTYPES[form]), DTYPES[form])
+    again = fake_quantize_to_fp8(got, compute_exact_scale(find_amax(got), DTYPES[form]), DTYPES[form])
     assert torch.allclose(again, got, rtol=2**-22, atol=0)

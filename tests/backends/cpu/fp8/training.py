@@ -47,18 +47,18 @@ def weight_scales() -> Iterator[dict[int, list[float]]]:
     from bundle.backends.cpu.scaling import FirstMicroBatchWeightQuantiser
 
     seen: dict[int, list[float]] = defaultdict(list)
-    original = FirstMicroBatchWeightQuantiser._advance_or_replay_scale
+    original = FirstMicroBatchWeightQuantiser._get_scale_and_advance
 
     def told(self: Any, x: torch.Tensor, phase: Any) -> torch.Tensor:
         scale = original(self, x, phase)
         seen[id(self)].append(float(scale))
         return scale
 
-    FirstMicroBatchWeightQuantiser._advance_or_replay_scale = told  # type: ignore[method-assign]
+    FirstMicroBatchWeightQuantiser._get_scale_and_advance = told  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        FirstMicroBatchWeightQuantiser._advance_or_replay_scale = original  # type: ignore[method-assign]
+        FirstMicroBatchWeightQuantiser._get_scale_and_advance = original  # type: ignore[method-assign]
 
 
 def recipe(case: str) -> Recipe:
