@@ -1,5 +1,6 @@
 """One rank from start to end: meet the others, agree on the job, prepare the backend, train, and exit."""
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,8 @@ from bundle.patches.plan import PatchPlan
 if TYPE_CHECKING:
     from bundle.backends import Runtime
     from bundle.recipe import Recipe
+
+_log = logging.getLogger(__name__)
 
 
 def run_rank(
@@ -80,6 +83,7 @@ def _agree_on_job_and_train(
 def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -> None:
     assert rendezvous.rank is not None and rendezvous.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
+    _log.info("importing megatron-core")
     with pause_gc_and_freeze():
         runtime = prepare_runtime(job.patches, job.backend, job.recipe)
     device = runtime.select_device(rendezvous.local_rank)

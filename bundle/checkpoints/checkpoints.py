@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bundle import files
 from bundle.architectures import identity
 from bundle.checkpoints import manifest, rng, state
+from bundle.checkpoints.base_digests import BackgroundDigests
 from bundle.checkpoints.directory import MEGATRON_FOLDER, CheckpointDirectory
 from bundle.distributed.world import run_and_all_gather_results, run_on_rank_0
 from bundle.engine import Engine
@@ -42,16 +43,16 @@ class Checkpoints:
         *,
         keep: int,
         background: bool = False,
-        base_digests: Mapping[str, str] | None = None,
+        base_digests: BackgroundDigests | None = None,
         on_published: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`background`: files are written while training goes on, and `poll` makes them a checkpoint.
 
-        `base_digests`: the digests of the weights that the engine's adapters are of, as `state.SavedState`
-        has them. Rank 0 calls `on_published` with the step of each checkpoint that is complete.
+        `base_digests` are of the weights that the engine's adapters belong to. Rank 0 calls `on_published`
+        with the step of each checkpoint that is complete.
         """
         self.directory, self.engine, self.keep, self.background = directory, engine, keep, background
-        self.base_digests, self.on_published = base_digests, on_published
+        self._base_digests, self.on_published = base_digests, on_published
         self.best_step: int | None = None  # of the checkpoint that stays whatever comes after it
         self._writing: tuple[int, megatron_checkpoints.AsyncSave] | None = None
 
@@ -62,10 +63,11 @@ class Checkpoints:
         """
         self.poll(wait=True)
         self.engine.gather_weights()
+        base_digests = self._gather_base_digests()
         partial = run_on_rank_0(lambda: self.directory.create_sole_partial(train_state.step))
         engine = self.engine
         with self._clear_on_failure(partial):
-            run_and_all_gather_results(lambda: self._write_rng_and_state(partial, train_state))
+            run_and_all_gather_results(lambda: self._write_rng_and_state(partial, train_state, base_digests))
             with engine.runtime.megatron_calls():
                 if self.background:
                     writing = megatron_checkpoints.AsyncSave(
@@ -139,7 +141,12 @@ class Checkpoints:
         if reasons := self._find_damage(directory):
             raise JobFailed(f"{directory}: this checkpoint cannot be used", reasons)
 
-    def _write_rng_and_state(self, partial: Path, train_state: state.TrainState) -> None:
+    def _gather_base_digests(self) -> Mapping[str, str] | None:
+        return self._base_digests.gather() if self._base_digests else None
+
+    def _write_rng_and_state(
+        self, partial: Path, train_state: state.TrainState, base_digests: Mapping[str, str] | None
+    ) -> None:
         engine = self.engine
         with engine.runtime.megatron_calls():
             rng.write(partial, dist.get_rank(), engine.device)
@@ -154,7 +161,7 @@ class Checkpoints:
                 mcore=megatron_checkpoints.read_megatron_version(),
                 model=identity.dump_architecture(engine.recipe.architecture),
                 adapters=state.describe_adapters(engine.recipe, loaded=engine.has_pretrained_weights),
-                base_digests=self.base_digests,
+                base_digests=base_digests,
             ).write(partial)
 
     @contextmanager
@@ -250,7 +257,7 @@ class Checkpoints:
         state.refuse_another_model(
             directory, saved, self.engine.recipe, loaded=self.engine.has_pretrained_weights
         )
-        state.refuse_other_weights(directory, saved, self.base_digests)
+        state.refuse_other_weights(directory, saved, self._gather_base_digests())
         return saved
 
     def _get_layout(self) -> Mapping[str, int]:

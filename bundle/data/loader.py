@@ -75,6 +75,7 @@ def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
             corpora.append(corpus.prepare(recipe, directory))
         return dict(corpora[0].identity) if corpora else {}
 
+    _log.info("reading the data")
     with dog.extend_patience("reading the data", READER_PATIENCE_SECONDS):
         differences = find_disagreements(run_and_all_gather_results(prepare_rank))
     if differences:

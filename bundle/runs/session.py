@@ -76,6 +76,7 @@ class Session:
         update had a finite gradient.
         """
         with self.metrics, self.profiler:
+            _log.info("training starts at step %d", self.progress.step + 1)
             try:
                 train()
             except Preempted:  # its message promises a checkpoint, which may still be written

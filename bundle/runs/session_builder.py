@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from bundle import pretrained
 from bundle.backends import Runtime
-from bundle.checkpoints import manifest, state
+from bundle.checkpoints import state
+from bundle.checkpoints.base_digests import BackgroundDigests
 from bundle.checkpoints.checkpoints import Checkpoints, LoadedCheckpoint
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
@@ -88,6 +89,7 @@ class SessionBuilder:
         run on other data.
         """
         recipe = with_epochs_as_steps(self.recipe, samples)
+        _log.info("building the model")
         with self.watchdog.extend_patience("loading the weights"):
             self.weights = self._find_weights_missing_in_checkpoint(needs_first=keep_reference is not None)
             engine = Engine(
@@ -103,7 +105,7 @@ class SessionBuilder:
             engine,
             keep=recipe.checkpoint.keep,
             background=recipe.checkpoint.async_,
-            base_digests=self._digest_base_weights(),
+            base_digests=self._start_base_digests(),
             on_published=self._print_checkpoint_event,
         )
         with self.watchdog.extend_patience("loading a checkpoint"):
@@ -145,17 +147,11 @@ class SessionBuilder:
             )
         )
 
-    def _digest_base_weights(self) -> Mapping[str, str] | None:
-        """Return digests of the files of the base weights by name; None without adapters."""
+    def _start_base_digests(self) -> BackgroundDigests | None:
+        """Start to compute digests of the files of the base weights; None without adapters."""
         if self.recipe.model.lora is None:
             return None
-        paths = self.weights.files if self.weights else []
-        own_paths = paths[dist.get_rank() :: dist.get_world_size()]
-        with self.watchdog.extend_patience("computing digests of the base weights"):
-            shares = run_and_all_gather_results(
-                lambda: {path.name: manifest.compute_digest(path) for path in own_paths}
-            )
-        return {name: digest for share in shares for name, digest in share.items()}
+        return BackgroundDigests(self.weights.files if self.weights else [])
 
     def _restore(
         self,
