@@ -5,9 +5,10 @@ python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger]
 Each case draws a model with transformers, saves it, and trains it 20 steps with `mcore-bundle train` and then
 with `benchmarks.gpu.peer`: the same weights, number of tokens, sequence length and dtype of optimizer states.
 The peer has the largest micro-batch that fits, and recomputes layers only where one sequence does not fit.
-A step lasts from the end of the last one to its end; speeds are medians of the steps from the sixth on. Ends
-with 1 where a run fails, or where the ratio to the uncompiled peer is below that of `RATIOS`. A case needs
-20 GiB of disk. `--tiny`: four small layers, for a machine without a GPU.
+A step lasts from the end of the last one to its end; speeds are medians of the steps from the sixth on. The
+lines of our log before a row tell what the start was spent on. Ends with 1 where a run fails, or where the
+ratio to the uncompiled peer is below that of `RATIOS`. A case needs 20 GiB of disk. `--tiny`: four small
+layers, for a machine without a GPU.
 """
 
 import argparse
@@ -261,8 +262,10 @@ def run_bundle(case: dict[str, Any], folder: Path, backend: str) -> dict[str, An
         process.kill()
         process.wait()
         time.sleep(_RANK_END_SECONDS)
+    text = (folder / "log").read_text()
     if len(lines) < STEPS:
-        raise RunFailed((folder / "log").read_text()[-3000:])
+        raise RunFailed(text[-3000:])
+    print(*(line for line in text.splitlines() if " INFO rank 0: " in line), sep="\n")
     job = json.loads((directory / "job.json").read_text())
     shutil.rmtree(directory)
     times = [line["time"] for line in lines[:STEPS]]
