@@ -211,7 +211,7 @@ _MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 
 # Replacements besides those of torch-npu's transfer_to_npu, as "module:attribute", and why. Names in torch
 # are replaced before megatron is imported.
-REPLACEMENT_REASONS_BY_TARGET = {
+REPLACEMENT_REASON_BY_TORCH_NAME = {
     "torch:compile": "megatron's jit_fuser: transfer_to_npu breaks inductor (torch 2.13: get_gpu_type has no"
     " cache_clear); megatron's functions run eagerly, everybody else's are compiled",
     "torch:Tensor.type": "megatron's optimizers compare it with torch.cuda.FloatTensor: transfer_to_npu"
@@ -237,7 +237,9 @@ REPLACEMENT_REASONS_BY_TARGET = {
 # The replacements that stay beside MindSpeed's. Of those in torch it is get_device_capability, which
 # core_r0.15.3 has without the argument `device` that torch 2.13 passes.
 FACADE_TARGETS_WITH_MINDSPEED = tuple(
-    target for target in REPLACEMENT_REASONS_BY_TARGET if target not in ("torch:compile", "torch:Tensor.type")
+    target
+    for target in REPLACEMENT_REASON_BY_TORCH_NAME
+    if target not in ("torch:compile", "torch:Tensor.type")
 )
 
 # Functions that MindSpeed replaces on every machine and that are restored, by the names that it registers.

@@ -144,7 +144,7 @@ def list_(as_json: options.JSON_OPTION = False) -> None:
         ("facade", target, "", f"{backend}: {why}", "")
         for backend, facade in (
             ("cpu", cpu.REPLACEMENT_REASON_BY_TORCH_NAME),
-            ("ascend", ascend.REPLACEMENT_REASONS_BY_TARGET),
+            ("ascend", ascend.REPLACEMENT_REASON_BY_TORCH_NAME),
         )
         for target, why in facade.items()
     ]

@@ -48,7 +48,7 @@ class FiniteCheck:
             )
 
     def _describe(self, name: str) -> str:
-        entry = self._weights.entries[name].untransposed
+        entry = self._weights.entries[name].untransposed_entry
         stored = _read_stored(self._weights, name, MappedFiles()).flatten()
         count, first = 0, -1
         for start in range(0, len(stored), _CHUNK_VALUES):
@@ -99,4 +99,4 @@ def _read_stored(weights: PretrainedWeights, name: str, files: MappedFiles) -> T
     """Return a tensor as its file has it."""
     entry = weights.entries[name]
     kind = TORCH_DTYPE_BY_SAFETENSORS_NAME.get(entry.dtype, torch.uint8)
-    return files.read_bytes(name, entry).view(kind).view(entry.untransposed.shape)
+    return files.read_bytes(name, entry).view(kind).view(entry.untransposed_entry.shape)

@@ -27,7 +27,7 @@ class MappedFiles:
         Raises JobFailed for a file that cannot be read, or that is not the file whose header had the entry.
         """
         mapped, entries = self._open_file(entry.file)
-        if entries.get(name) != entry.untransposed:
+        if entries.get(name) != entry.untransposed_entry:
             raise JobFailed(f"{entry.file}: the file was replaced after its header was checked ({name})")
         size = entry.stop - entry.start
         if size == 0:
@@ -41,7 +41,7 @@ class MappedFiles:
         stored = (
             self.read_bytes(name, entry)
             .view(TORCH_DTYPE_BY_SAFETENSORS_NAME[entry.dtype])
-            .view(entry.untransposed.shape)
+            .view(entry.untransposed_entry.shape)
         )
         return stored.mT if entry.is_transposed else stored
 

@@ -61,7 +61,7 @@ class StoredTensor(NamedTuple):
     is_transposed: bool = False  # each matrix of a stack [n, a, b] lies there as [b, a]
 
     @property
-    def untransposed(self) -> "StoredTensor":
+    def untransposed_entry(self) -> "StoredTensor":
         """The tensor as the file's header describes it."""
         if not self.is_transposed:
             return self

@@ -332,7 +332,7 @@ def _mark_transposed_stacks(weights: PretrainedWeights, table: Tensors) -> Pretr
         name: weights.entries[name]._replace(shape=shape, is_transposed=True)
         for name, shape in shapes.items()
     }
-    fitting = [name for name, entry in stacks.items() if entry.untransposed == weights.entries[name]]
+    fitting = [name for name, entry in stacks.items() if entry.untransposed_entry == weights.entries[name]]
     if not any(shapes[name] != weights.entries[name].shape for name in fitting):
         return weights
     return weights._replace(entries={**weights.entries, **{name: stacks[name] for name in fitting}})

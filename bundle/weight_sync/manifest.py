@@ -135,7 +135,7 @@ def read_header_tensors(directory: Path) -> dict[str, OutputTensorHeader]:
     """
     weights = find_weights(directory)
     return {
-        name: OutputTensorHeader(name, entry.dtype, entry.untransposed.shape)
+        name: OutputTensorHeader(name, entry.dtype, entry.untransposed_entry.shape)
         for name, entry in (weights.entries if weights else {}).items()
     }
 

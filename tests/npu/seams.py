@@ -9,7 +9,7 @@ import sys
 
 from bundle import backends
 from bundle.backends import compiling
-from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
+from bundle.capabilities.ascend import REPLACEMENT_REASON_BY_TORCH_NAME
 from tests import world
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     backends.set_up_runtime(world.backend())
     import bundle.engine  # noqa: F401  what it imports is there
 
-    print(json.dumps([target for target in REPLACEMENT_REASONS_BY_TARGET if stands(target)]))
+    print(json.dumps([target for target in REPLACEMENT_REASON_BY_TORCH_NAME if stands(target)]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
+from bundle.capabilities.ascend import REPLACEMENT_REASON_BY_TORCH_NAME
 from bundle.capabilities.cpu import REPLACEMENT_REASON_BY_TORCH_NAME as CPU
 from tests.npu.child import emulated
 from tests.npu.probing import cases
@@ -31,5 +31,5 @@ def test_what_is_replaced_is_what_is_listed_and_on_the_cpu_nothing_but_its_own(b
         json.loads(world.run("tests.npu.seams", 1, timeout=1800)[0].splitlines()[-1])
         for world in (both.npu, both.cpu)
     )
-    assert set(npu) == set(REPLACEMENT_REASONS_BY_TARGET)
-    assert set(cpu) == REPLACEMENT_REASONS_BY_TARGET.keys() & CPU.keys()
+    assert set(npu) == set(REPLACEMENT_REASON_BY_TORCH_NAME)
+    assert set(cpu) == REPLACEMENT_REASON_BY_TORCH_NAME.keys() & CPU.keys()

@@ -1,6 +1,6 @@
 """What is replaced beside what torch-npu's transfer_to_npu replaces: in torch first, then in megatron.
 
-For the life of the process, as that is. `capabilities.ascend.REPLACEMENT_REASONS_BY_TARGET` has the reasons.
+For the life of the process, as that is. `REPLACEMENT_REASON_BY_TORCH_NAME` has the reasons.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from bundle.backends.ascend import permutation
 from bundle.backends.ascend.operators import find_operator
 from bundle.backends.compiling import exempt_megatron_from_compile
-from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
+from bundle.capabilities.ascend import REPLACEMENT_REASON_BY_TORCH_NAME
 
 _COMPUTE_CAPABILITY = (8, 0)  # the least that bf16 is asked for
 _installed: list[str] = []
@@ -27,7 +27,7 @@ def set_rotary_operator_enabled(is_enabled: bool) -> None:
     _is_rotary_enabled = is_enabled
 
 
-def replace_attributes(targets: Collection[str] = tuple(REPLACEMENT_REASONS_BY_TARGET)) -> None:
+def replace_attributes(targets: Collection[str] = tuple(REPLACEMENT_REASON_BY_TORCH_NAME)) -> None:
     """Replace `targets`, attributes that FACADE names; do nothing if some are replaced already.
 
     Megatron is imported after torch's attributes are replaced, since it binds some of them.

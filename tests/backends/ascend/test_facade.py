@@ -10,7 +10,7 @@ import torch
 
 from bundle.backends import ascend
 from bundle.backends.ascend.facade import _REPLACEMENT_BUILDERS as REPLACEMENTS
-from bundle.capabilities.ascend import REPLACEMENT_REASONS_BY_TARGET
+from bundle.capabilities.ascend import REPLACEMENT_REASON_BY_TORCH_NAME
 from bundle.errors import EnvironmentUnfit
 
 GATE = "megatron.core.fusions.fused_bias_swiglu:swiglu"
@@ -36,8 +36,8 @@ def test_what_an_adaptor_has_replaced_has_no_second_owner(monkeypatch, adaptor, 
 def test_everything_that_is_named_is_there_and_not_replaced_on_the_cpu():
     from bundle.backends.cpu import runtime
 
-    assert runtime and set(REPLACEMENTS) == set(REPLACEMENT_REASONS_BY_TARGET)
-    for target in REPLACEMENT_REASONS_BY_TARGET:
+    assert runtime and set(REPLACEMENTS) == set(REPLACEMENT_REASON_BY_TORCH_NAME)
+    for target in REPLACEMENT_REASON_BY_TORCH_NAME:
         code = getattr(found(target), "__code__", None)
         assert "backends/ascend" not in getattr(code, "co_filename", ""), target
 

@@ -11,7 +11,7 @@ from bundle.backends import ascend
 from bundle.backends.ascend import facade, mindspeed
 from bundle.capabilities.ascend import (
     FACADE_TARGETS_WITH_MINDSPEED,
-    REPLACEMENT_REASONS_BY_TARGET,
+    REPLACEMENT_REASON_BY_TORCH_NAME,
     RESTORED_FUNCTIONS,
 )
 from bundle.errors import EnvironmentUnfit, PatchError
@@ -81,7 +81,7 @@ def test_what_has_to_stay_ours_is_taken_back_and_ours_put_there(package):
     mindspeed._patch_megatron(mindspeed.build_arguments(THROUGH))
     assert sys.modules["mindspeed.patch_utils"].taken_back == list(RESTORED_FUNCTIONS)
     assert package == [FACADE_TARGETS_WITH_MINDSPEED] and set(FACADE_TARGETS_WITH_MINDSPEED) < set(
-        REPLACEMENT_REASONS_BY_TARGET
+        REPLACEMENT_REASON_BY_TORCH_NAME
     )
 
 
