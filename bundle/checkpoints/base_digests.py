@@ -19,8 +19,8 @@ class BackgroundDigests:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Start the thread. `paths` are the same on all ranks."""
-        self._own: Future[dict[str, str]] = Future()
-        self._all: dict[str, str] | None = None
+        self._local_digests: Future[dict[str, str]] = Future()
+        self._digests: dict[str, str] | None = None
         own_paths = paths[dist.get_rank() :: dist.get_world_size()]
         threading.Thread(target=self._compute, args=(own_paths,), name="digests", daemon=True).start()
 
@@ -29,13 +29,13 @@ class BackgroundDigests:
 
         All ranks call it. Raise JobFailed where a file cannot be read.
         """
-        if self._all is None:
-            shares = run_and_all_gather_results(self._own.result)
-            self._all = {name: digest for share in shares for name, digest in share.items()}
-        return self._all
+        if self._digests is None:
+            shares = run_and_all_gather_results(self._local_digests.result)
+            self._digests = {name: digest for share in shares for name, digest in share.items()}
+        return self._digests
 
     def _compute(self, paths: Sequence[Path]) -> None:
         try:
-            self._own.set_result({path.name: manifest.compute_digest(path) for path in paths})
+            self._local_digests.set_result({path.name: manifest.compute_digest(path) for path in paths})
         except OSError as error:
-            self._own.set_exception(error)
+            self._local_digests.set_exception(error)
