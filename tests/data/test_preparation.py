@@ -37,7 +37,7 @@ def test_one_rank_of_a_node_makes_tokens_all_have_them_and_skipped_rows_are_told
         out, _ = finish(start(rows, WORKER, "same", "data.on_error=skip"), 0)
         (tokens, first), (others, second) = said(rows)
         assert tokens == others and (first, second) == (writes, "wrote 0")
-        told, *reasons = out.splitlines()
+        _, told, *reasons = out.splitlines()
         line = told.partition(" INFO ")[2]
         assert line.startswith("rank 0: ") and line.endswith("(1,500)")
         assert list_places(reasons) == [f"{FILE}:81, {FILE}:82, {FILE}:83 and 1,497 more"]
@@ -54,7 +54,7 @@ def test_rows_that_are_too_long_are_told_when_training_starts(rows, messages):
     own = ("data.validation_sets.own.path=own.jsonl", "data.on_error=skip")
     out, _ = finish(start(rows, WORKER, "same", *keys, *own), 0, 120)
     lines = [line.partition(" INFO ")[2] or line for line in out.splitlines()]
-    told, deleted, cut, of_own, *corrupt, long, cut_of_own = lines
+    _, told, deleted, cut, of_own, *corrupt, long, cut_of_own = lines
     assert told.endswith("(4 deleted, 2 cut)")
     (places,) = list_places([deleted])
     assert places.startswith(f"{FILE}:1 (37 tokens), {FILE}:3 (39 tokens), ")
@@ -80,7 +80,7 @@ def test_ranks_that_find_different_data_are_told_so_before_they_train(rows):
 @pytest.mark.slow
 def test_reading_may_take_longer_than_any_patience_while_it_goes_on(rows):
     out, _ = finish(start(rows, WORKER, "slow"), 0, 120)
-    assert "reading the data: " in out and out.splitlines()[0].endswith(" tokens")
+    assert any("reading the data: " in line and line.endswith(" tokens") for line in out.splitlines())
     assert said(rows)[0][1] == "wrote 1"
 
 
@@ -106,7 +106,7 @@ def test_a_run_says_how_many_rows_it_skipped(rows):
     keys += [f"data.validation_sets.own.path={rows}/own.jsonl"]
     flags = [word for key in [*keys, "data.on_error=skip"] for word in ("--set", key)]
     said = ended(train(rows / "run", *flags), 0)
-    assert "data has 30 corrupt" in said and "sets.own has 32 " in said
+    assert "(30)" in said and "(32)" in said
     result = json.loads((rows / "run" / "result.json").read_text())
     assert (result["skipped_rows"], result["skipped_validation_rows"]) == (30, {"own": 32})
     assert skipped(rows / "run") == [(0, 30)] and skipped(rows / "run", "data/skipped/own") == [(0, 32)]

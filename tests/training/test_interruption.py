@@ -62,9 +62,9 @@ def wait_for_checkpoint(process: subprocess.Popen, directory: Path) -> None:
 
 def stopped_at(said: str) -> int:
     """The step of the checkpoint that a run says it has written."""
-    found = re.search(r"at step (\d+)", said)
-    assert found, said
-    return int(found[1])
+    steps = re.findall(r"at step (\d+)", said)  # the first is where training starts
+    assert len(steps) > 1, said
+    return int(steps[-1])
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
