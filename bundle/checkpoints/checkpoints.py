@@ -175,12 +175,13 @@ class Checkpoints:
             raise
         except _ANY_EXCEPTION_TYPES as error:
             # Megatron tells the cause to rank 0.
-            if dist.get_rank() != 0:
+            if dist.get_rank() == 0:
+                self._clear_leftovers()
+            elif not files.is_disk_full(error):
                 cause = _describe_first_rank_failure(error)  # or what this rank alone has seen
                 raise RuntimeError(
                     f"the checkpoint could not be written; rank 0 knows why ({cause})"
                 ) from error
-            self._clear_leftovers()
             raise files.build_write_error(partial, error) from error
 
     def _clear_leftovers(self) -> None:

@@ -74,8 +74,10 @@ class Verdict:
         device = f", {self.device}" if self.device else ""
         subject = f"{' on '.join(place_parts)}{device}: " if place_parts else ""
         if (self.kind, self.action) == (FailureKind.LAUNCH, RestartAction.RESTART):
-            return f"{subject}{self.cause}; the same command tries again"
-        return f"{subject}{self.cause}{_ADVICE_BY_RESTART_ACTION[self.action].format(node=self.node)}"
+            advice = "; the same command tries again"
+        else:
+            advice = _ADVICE_BY_RESTART_ACTION[self.action].format(node=self.node)
+        return f"{subject}{self.cause.removesuffix('.') if advice else self.cause}{advice}"
 
     def to_text(self) -> str:
         """Return the text for a person: the details, then the sentence."""

@@ -77,6 +77,7 @@ def test_who_only_knows_that_a_checkpoint_failed_speaks_after_rank_0_and_leaves_
     )
     full = outcome(0, 1, "run/checkpoints: OSError: No space left on device", time=2)
     assert judged(echo, full).kind is FailureKind.DISK and judged(echo, full).action is RestartAction.STOP
+    assert ".;" not in judged(outcome(0, 1, "run/checkpoints: No space left on device. Free space.")).sentence
     alone = judged(echo)  # rank 0 was killed meanwhile, with its node
     assert alone.kind is FailureKind.ECHO and alone.action is RestartAction.RESTART
 
