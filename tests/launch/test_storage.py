@@ -42,7 +42,7 @@ def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
     tmp_path: Path,
     disk: Path,
     monkeypatch: pytest.MonkeyPatch,
-    fail: Callable[[subprocess.Popen, Path], None],
+    fail: Callable[[int, Path], None],
     place: str,
     text: str,
     rank: int | None,
@@ -57,7 +57,7 @@ def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
     pids = wait_until_ready(tmp_path, Path(f"/proc/{launched.pid}/root", *disk.parts[1:], "run/logs"))
     assert len(pids) == 2
     time.sleep(1)  # its launcher has seen both ranks by then
-    fail(launched, disk)
+    fail(launched.pid, disk)
     began = time.monotonic()
     _, err = finish(launched, 1)
     assert time.monotonic() - began < 12  # it gives ranks 5 s to end, and an agent without ranks 8 s more

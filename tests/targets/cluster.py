@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -56,10 +56,11 @@ def missing() -> str | None:
 
 
 @contextmanager
-def cluster(root: Path, timeout: int = 10) -> Iterator[dict[str, str]]:
+def cluster(root: Path, timeout: int = 10, within: Sequence[str] = ()) -> Iterator[dict[str, str]]:
     """Runs the cluster in the empty directory `root`; gives the variables that Slurm's clients need.
 
-    A node that has not answered for `timeout` seconds is down.
+    A node that has not answered for `timeout` seconds is down. `within` are the words of a command that runs
+    the daemon of each node. What is mounted there is mounted on all nodes.
     """
     ports = free_ports(NODES + 1)
     nodes = "\n".join(
@@ -87,7 +88,9 @@ def cluster(root: Path, timeout: int = 10) -> Iterator[dict[str, str]]:
         start("slurmctld", "-D", "-i", "-f", str(configuration))
         for n in range(1, NODES + 1):
             start(
-                "unshare", "-m", "-u", "sh", "-ec", as_node, "sh", str(hosts), f"node{n}", str(configuration)
+                *within,
+                *("unshare", "-m", "--propagation=slave", "-u"),
+                *("sh", "-ec", as_node, "sh", str(hosts), f"node{n}", str(configuration)),
             )
         running.callback(_clear, environment)
         deadline = time.monotonic() + 60

@@ -61,20 +61,20 @@ class Cluster:
 
     def command(self, folder: Path, *words: str) -> list[str]:
         """A command as it is run in a directory beside the cluster."""
-        inside = f"--target={self._first}"
+        inside = f"--target={self.first}"
         return ["nsenter", inside, "--net", "--pid", "--mount", f"--wdns={folder}", *words]
 
     def lose_head(self) -> None:
         """Kills at once all that runs on the first machine, which is all that is not of the other."""
-        namespace = Path(f"/proc/{self._first}/ns/pid").readlink()
+        namespace = Path(f"/proc/{self.first}/ns/pid").readlink()
         parents = {}
         for path in Path("/proc").iterdir():
             with suppress(OSError):  # it has ended by itself
                 if path.name.isdecimal() and (path / "ns/pid").readlink() == namespace:
                     parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         (other,) = (pid for pid in parents if _is_raylet(pid) and "--head" not in _words(pid))
-        kept = {self._first, other}
-        while grown := {pid for pid, parent in parents.items() if parent in kept - {self._first}} - kept:
+        kept = {self.first, other}
+        while grown := {pid for pid, parent in parents.items() if parent in kept - {self.first}} - kept:
             kept |= grown
         for pid in parents.keys() - kept:
             with suppress(ProcessLookupError):
@@ -92,7 +92,7 @@ class Cluster:
         self.environment["RAY_ADDRESS"] = f"127.0.0.1:{_PORTS[1]}"
 
     @property
-    def _first(self) -> int:
+    def first(self) -> int:
         """The first process inside, by its number out here."""
         return int(Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()[0])
 
@@ -114,6 +114,7 @@ def cluster(root: Path) -> Iterator[Cluster]:
     (root / "token").write_text(secrets.token_hex(32))
     environment = os.environ | {
         "HOME": str(root),
+        "TMPDIR": str(root),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(root / "token"),
         "RAY_ADDRESS": f"127.0.0.1:{_PORTS[0]}",
