@@ -232,7 +232,7 @@ class ModelLossComputer:
         means = [total / weight if weight else float("nan") for weight, total in pairs]
         measures: dict[str, float] = {}
         for sums, numbers in zip(self._measures, measured, strict=True):
-            if numbers[0] or len(self._measures) == 1:  # an objective that had no part is not reported
+            if numbers[0]:  # an objective that had no part is not reported
                 measures |= sums.finish(numbers)
         return Losses(means[0], tuple(means[1:]), round(tokens / tp_size), measures)
 
