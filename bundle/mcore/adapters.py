@@ -81,33 +81,24 @@ class LowRankDelta(torch.nn.Module):
         self._dim, self._group, self._is_expert = dim, group, is_expert
         self._sequence_parallel = sequence_parallel and not is_expert
 
-    def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """Return the product [..., out], in the same part that the layer returns for the same `x` [..., in].
+    def forward(
+        self, output: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the layer's output [..., out] for `x` [..., in] with the adapter: the part of this rank.
 
-        `counts`: the number of rows of each expert, where there are several; they lie one behind the other.
+        `output` has the layer's `bias` in it, and its memory is overwritten. `counts`: the number of rows of
+        each expert, where there are several; they lie one behind the other.
         """
         multiply = _make_multiply(x, counts)
         a = torch.cat([self._stack_expert_matrices("a", number) for number in self._adapted_indices], 1)
         if self._is_expert and self._dim == 0:
             a = sum_gradient_in_backward(a, self._group)
         low = self._exchange(self._project_down_with_dropout(x, a, multiply) * self._scale)
-        parts = dict(zip(self._adapted_indices, low.chunk(len(self._adapted_indices), -1), strict=True))
-        pieces = []
-        for number, width in enumerate(self._widths):
-            if number in parts:
-                b = self._stack_expert_matrices("b", number)
-                if self._is_expert and self._dim == 1:
-                    b = sum_gradient_in_backward(b, self._group)
-                pieces.append(multiply(parts[number], b).unflatten(-1, (self._repeats, width)))
-            else:
-                pieces.append(low.new_zeros(()).expand(*low.shape[:-1], self._repeats, width))
-        return torch.cat(pieces, -1).flatten(-2)
-
-    def add_to(
-        self, output: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return the layer's output for `x`, which has the layer's `bias` in it, with the adapter."""
-        adapted = output + self(x, counts)
+        b = self._build_block_matrix()
+        if counts is None:
+            adapted: Tensor = _AddedProduct.apply(output, low, b[0])
+        else:
+            adapted = output + multiply(low, b)
         if not self._magnitudes:
             return adapted
         # The ratio is near 1, and bf16 has more digits of the difference.
@@ -118,6 +109,25 @@ class LowRankDelta(torch.nn.Module):
             repeats = torch.tensor(counts, device=excess.device)
             excess = excess.repeat_interleave(repeats, 0, output_size=len(adapted))
         return torch.addcmul(adapted, adapted if bias is None else adapted - bias, excess)
+
+    def _build_block_matrix(self) -> Tensor:
+        """Return every B in one matrix [experts, out, k], for narrow products that lie side by side.
+
+        A row of one published weight has zeros in the columns of the others.
+        """
+        matrices = {number: self._stack_expert_matrices("b", number) for number in self._adapted_indices}
+        if self._is_expert and self._dim == 1:
+            matrices = {n: sum_gradient_in_backward(b, self._group) for n, b in matrices.items()}
+        some = matrices[self._adapted_indices[0]]
+        rank, blocks = some.shape[-1], []
+        for number, width in enumerate(self._widths):
+            if number in matrices:
+                before = self._adapted_indices.index(number)
+                columns = (before * rank, (len(matrices) - 1 - before) * rank)
+                blocks.append(F.pad(matrices[number], columns).unflatten(1, (self._repeats, width)))
+            else:
+                blocks.append(some.new_zeros(len(some), self._repeats, width, len(matrices) * rank))
+        return torch.cat(blocks, 2).flatten(1, 2)
 
     def merge_into(self, weight: Tensor, expert: int) -> Tensor:
         """Return this expert's weight with the adapter: [out, in] in fp32, this rank's part.
@@ -240,6 +250,28 @@ class LowRankDelta(torch.nn.Module):
         return exchanged
 
 
+class _AddedProduct(torch.autograd.Function):
+    """The sum of an output [..., out] and the product of `low` [..., k] and the transposed `b` [out, k].
+
+    One matrix product adds to the output's own memory, so that a large output is read and written once.
+    Autograd refuses to know of it (`mark_dirty`), because outputs of Transformer Engine are views. Nothing
+    else reads the output of the layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(low, b)
+        total = output.contiguous()
+        total.flatten(0, -2).addmm_(low.flatten(0, -2), b.T)
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        low, b = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        return gradient, (rows @ b).view_as(low), rows.T @ low.flatten(0, -2)
+
+
 def _make_multiply(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that multiplies rows like those of `x` by weights [experts, out, in].
 
@@ -276,7 +308,7 @@ def attach(adapter: LowRankDelta, layer: torch.nn.Module) -> None:
     def add(_: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         bias: Tensor | None = getattr(layer, "bias", None)
         if isinstance(output, Tensor):
-            return output if adapter.is_disabled else adapter.add_to(output, bias, *arguments)
+            return output if adapter.is_disabled else adapter(output, bias, *arguments)
         result, *rest = output
         x, *counts = arguments
         if has_folded_norm and isinstance(result, tuple):
@@ -285,7 +317,7 @@ def attach(adapter: LowRankDelta, layer: torch.nn.Module) -> None:
             x = rest.pop()  # behind the bias that the caller adds
         if rest[0] is not None or (bias is not None and not bias.numel()):
             bias = None  # the caller adds it, or Transformer Engine has none
-        return (result if adapter.is_disabled else adapter.add_to(result, bias, x, *counts), *rest)
+        return (result if adapter.is_disabled else adapter(result, bias, x, *counts), *rest)
 
     layer.register_forward_hook(add)
 

@@ -116,7 +116,7 @@ def test_new_magnitudes_are_norms_of_rows_and_change_nothing():
     made.initialize_magnitudes()
     torch.testing.assert_close(magnitude[1:].data, weight.norm(dim=1)[1:])
     x = torch.randn(SIZES["rows"], SIZES["columns"])
-    assert torch.equal(made.add_to(x @ weight.T, None, x), x @ weight.T)
+    assert torch.equal(made(x @ weight.T, None, x), x @ weight.T)
     assert torch.equal(made.merge_into(weight, 0), weight)
 
 
