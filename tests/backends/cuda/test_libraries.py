@@ -44,3 +44,13 @@ def test_all_parts_of_torchs_own_cudnn_are_found(tmp_path):
 
 def test_a_torch_without_packages_of_its_own_has_none():
     assert cuda.find_packaged_cudnn_libraries(cuda._find_search_path("no_such_package")) == []
+
+
+def test_a_pointwise_kernel_is_compiled_for_one_block_size(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.triton, "autotune_pointwise", True)
+    monkeypatch.setattr(cuda, "load_cudnn_and_transformer_engine", lambda: None)
+    monkeypatch.setattr(cuda, "provide_extension", lambda: None)
+    set_up_runtime()
+    assert not config.triton.autotune_pointwise
