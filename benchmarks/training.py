@@ -94,7 +94,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         speed=Speed(recipe, "cpu", cpu, dp=1),
         stragglers=Stragglers(0, cpu),
         profiler=Profiler(recipe, directory / "profile", 0),
-        should_stop=StopRequest(cpu).agree_to_stop,
+        stop_request=StopRequest(cpu),
         progress=Progress(),
         identity={},
     )

@@ -24,6 +24,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, Ta
 from bundle.launch import outcomes
 from bundle.launch.outcomes import format_ranks
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
+from bundle.transfers import HostCopy
 
 # The file with rank 0's port in the folder of a launch on one node.
 PORT_FILE = "port"
@@ -175,16 +176,32 @@ class StopRequest:
         """Install the handlers (main thread only); flags are exchanged on `device`."""
         self.device = device
         self.is_requested = False
+        self._exchanged_flag: HostCopy | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._record_signal)
         # The launcher may have been told to stop before this process could take a signal.
         self.is_requested = self.is_requested or outcomes.is_stop_requested()
 
-    def agree_to_stop(self) -> bool:
-        """Return whether any rank was asked to stop; a collective: all ranks stop at the same step."""
-        flag = torch.tensor([int(self.is_requested)], dtype=torch.int32, device=self.device)
+    def begin_exchange(self) -> None:
+        """Exchange what `agree_to_stop` returns next, so that it waits for no later work of the device.
+
+        A collective.
+        """
+        flag = torch.full((1,), int(self.is_requested), dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
+        self._exchanged_flag = HostCopy(flag)
+
+    def agree_to_stop(self) -> bool:
+        """Return whether any rank was asked to stop before the exchange: all ranks stop at the same step.
+
+        A collective. It exchanges now unless `begin_exchange` did since the last call.
+        """
+        if self._exchanged_flag is None:
+            self.begin_exchange()
+        assert self._exchanged_flag is not None
+        is_agreed = bool(self._exchanged_flag.read().item())
+        self._exchanged_flag = None
+        return is_agreed
 
     def _record_signal(self, _number: int, _frame: object) -> None:
         self.is_requested = True

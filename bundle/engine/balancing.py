@@ -127,7 +127,7 @@ class RouterBalancer:
         padding, valid = packing.padding, packing.valid & (not is_blank)
         if self._moe.aux_loss_per_sequence:
             lengths = list(padding.lengths)
-            owner = packing.repeat_per_packed_row(torch.arange(len(lengths)).to(packing.device)).where(
+            owner = packing.repeat_per_packed_row(torch.arange(len(lengths), device=packing.device)).where(
                 valid, len(lengths)
             )
         else:

@@ -128,6 +128,7 @@ class Engine:
         """
         micro_batches = micro_batches or self._build_idle_rank_micro_batches(mean)
         with self.runtime.megatron_calls():
+            self._tap.discard_reduction()
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -212,6 +213,13 @@ class Engine:
     def keep_reference(self) -> None:
         """Keep a copy of the present weights on the host, for `compute_reference_log_probs`."""
         self._reference = HostReference(self.models)
+
+    def begin_loss_reduction(self) -> None:
+        """Exchange the losses that `take_losses` returns next, so that it waits for no later work.
+
+        All ranks call it. What runs afterwards makes the exchange void.
+        """
+        self._tap.begin_reduction()
 
     def take_losses(self) -> Losses:
         """Return the mean losses of everything run since the last call."""

@@ -21,6 +21,7 @@ from bundle.engine.microbatch import MicroBatch
 from bundle.engine.scores import Head, Scores, mask_padding, score_labels
 from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.mcore.groups import Groups, get_dp_cp_group
+from bundle.transfers import HostCopy
 
 
 def collect_scores(
@@ -191,6 +192,7 @@ class ModelLossComputer:
         self._objective: Objective | None = None
         self._labels: Tensor | None = None
         self._mtp_sums: list[Tensor] = []
+        self._gathered: HostCopy | None = None  # the totals of all ranks, if they were gathered already
         self._head: Head | None = None
         self._original = model.compute_language_model_loss
         if model.post_process:
@@ -222,6 +224,18 @@ class ModelLossComputer:
                 for scale, factor in zip(self._scales, both, strict=True)
             ]
         )
+
+    def begin_reduction(self) -> None:
+        """Gather the sums of ALL ranks for the next read (every rank must call it)."""
+        # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
+        mine = torch.cat([self._totals, *(sums.values for sums in self._measures)])
+        ranks = mine.new_empty(dist.get_world_size() * len(mine))
+        dist.all_gather_into_tensor(ranks, mine)
+        self._gathered = HostCopy(ranks)
+
+    def discard_reduction(self) -> None:
+        """Forget what `begin_reduction` gathered, because the sums change."""
+        self._gathered = None
 
     def take_reduced_losses(self, tp_size: int) -> Losses:
         """Return the losses since the last call, reduced over ALL ranks (every rank must call it)."""
@@ -260,10 +274,12 @@ class ModelLossComputer:
     def isolate_sums(self) -> Iterator[None]:
         """Sum from zero inside the context, and restore the earlier sums after it."""
         before, measured = self._totals.clone(), [sums.values for sums in self._measures]
+        self.discard_reduction()
         self._reset_accumulated_sums()
         try:
             yield
         finally:
+            self.discard_reduction()
             self._reset_accumulated_sums()
             self._totals.copy_(before)
             for sums, values in zip(self._measures, measured, strict=False):
@@ -287,12 +303,12 @@ class ModelLossComputer:
 
     def _reduce_totals_over_all_ranks(self) -> tuple[list[float], list[list[float]]]:
         """Return the totals and each objective's measures over ALL ranks (every rank must call it)."""
-        # Gathered and added up on the host: HCCL moves float64 and reduces none of it.
-        parts = [self._totals, *(sums.values for sums in self._measures)]
-        mine = torch.cat(parts)
-        ranks = mine.new_empty(dist.get_world_size() * len(mine))
-        dist.all_gather_into_tensor(ranks, mine)
-        totals, *measured = ranks.cpu().view(-1, len(mine)).split([len(part) for part in parts], 1)
+        if self._gathered is None:
+            self.begin_reduction()
+        assert self._gathered is not None
+        lengths = [len(self._totals), *(len(sums.values) for sums in self._measures)]
+        totals, *measured = self._gathered.read().view(-1, sum(lengths)).split(lengths, 1)
+        self._gathered = None
         pairs = zip(self._measures, measured, strict=True)
         return totals.sum(0).tolist(), [sums.combine_rank_values(values) for sums, values in pairs]
 

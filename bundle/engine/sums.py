@@ -14,7 +14,7 @@ class MicroBatchSequenceSums:
     def __init__(self, packing: Packing, cp: ParallelGroup) -> None:
         self._count, self._cp = len(packing.padding.lengths), cp
         # The sequence of every row [b, s / cp]. Padding counts to the first one, where it adds its zeros.
-        self.owner = packing.repeat_per_packed_row(torch.arange(self._count).to(packing.device))
+        self.owner = packing.repeat_per_packed_row(torch.arange(self._count, device=packing.device))
 
     def sum_token_values(self, values: Tensor) -> Tensor:
         """Return the sums [..., sequences] of values [..., b, s / cp], 0 in padding; without a gradient.

@@ -118,15 +118,15 @@ class LowRankDelta(torch.nn.Module):
         matrices = {number: self._stack_expert_matrices("b", number) for number in self._adapted_indices}
         if self._is_expert and self._dim == 1:
             matrices = {n: sum_gradient_in_backward(b, self._group) for n, b in matrices.items()}
-        some = matrices[self._adapted_indices[0]]
-        rank, blocks = some.shape[-1], []
+        first = matrices[self._adapted_indices[0]]
+        rank, blocks = first.shape[-1], []
         for number, width in enumerate(self._widths):
             if number in matrices:
                 before = self._adapted_indices.index(number)
                 columns = (before * rank, (len(matrices) - 1 - before) * rank)
                 blocks.append(F.pad(matrices[number], columns).unflatten(1, (self._repeats, width)))
             else:
-                blocks.append(some.new_zeros(len(some), self._repeats, width, len(matrices) * rank))
+                blocks.append(first.new_zeros(len(first), self._repeats, width, len(matrices) * rank))
         return torch.cat(blocks, 2).flatten(1, 2)
 
     def merge_into(self, weight: Tensor, expert: int) -> Tensor:

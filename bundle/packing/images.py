@@ -15,6 +15,7 @@ from bundle.architectures import VisionArchitecture
 from bundle.errors import JobFailed
 from bundle.packing.packing import Ints, Packing, compute_starts, concatenate_ranges
 from bundle.recipe.alignment import Alignment
+from bundle.transfers import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ImageInputs:
 
     def to(self, device: torch.device | str) -> "ImageInputs":
         """Return a copy with the tensors that a model reads on a device moved to it."""
-        tensors = (x.to(device, non_blocking=True) for x in (self.pixels, self.index, self.positions))
+        tensors = (copy_to_device(x, torch.device(device)) for x in (self.pixels, self.index, self.positions))
         pixels, index, counted = tensors
         return ImageInputs(pixels, self.grids, index, counted)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from bundle.capabilities import ModelInputMask
 from bundle.errors import JobFailed
 from bundle.recipe.alignment import Alignment, Layout, Padding
+from bundle.transfers import copy_to_device
 
 Ints = NDArray[np.int64]
 
@@ -284,7 +285,7 @@ class Packing:
         return self._to_tensor(np.cumsum((0, *lengths), dtype=np.int32))
 
     def _to_tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return copy_to_device(torch.from_numpy(values), self.device)
 
 
 def shard(x: Tensor, cp: int, rank: int) -> Tensor:

@@ -17,6 +17,7 @@ from bundle.mcore.groups import Groups
 from bundle.packing.packing import Packing, compute_starts, concatenate_ranges
 from bundle.recipe import Recipe
 from bundle.rl.advantages import split_by_answer
+from bundle.transfers import copy_to_device
 
 Floats = NDArray[np.float32]
 
@@ -140,7 +141,7 @@ class BatchBuilder:
         padded = [torch.from_numpy(np.append(column, column.dtype.type(0))) for column in columns]
         micro_batches = []
         for places, lengths in find_token_indices_and_lengths(experience, plan):
-            ids, labels, mask, *rest = (column[places].to(self._device) for column in padded)
+            ids, labels, mask, *rest = (copy_to_device(column[places], self._device) for column in padded)
             micro_batches.append(
                 from_packing(
                     ids,

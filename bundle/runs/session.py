@@ -17,7 +17,7 @@ from bundle import files
 from bundle.checkpoints.checkpoints import Checkpoints
 from bundle.checkpoints.state import TrainState
 from bundle.distributed.watchdog import Watchdog
-from bundle.distributed.world import run_on_rank_0
+from bundle.distributed.world import StopRequest, run_on_rank_0
 from bundle.engine import Engine, Losses, StepResult
 from bundle.errors import JobFailed, Preempted
 from bundle.files import compute_short_json_digest
@@ -61,7 +61,7 @@ class Session:
     speed: Speed
     stragglers: Stragglers
     profiler: Profiler
-    should_stop: Callable[[], bool]  # a collective: the same on all ranks
+    stop_request: StopRequest
     progress: Progress
     identity: Mapping[str, str]
     task_state: dict[str, Any] = field(default_factory=dict)
@@ -100,15 +100,22 @@ class Session:
         previous_step = step - 1 if previous_step is None else previous_step
         return interval > 0 and step // interval > previous_step // interval
 
-    def make_update(self, learn: Callable[[], SequenceAndImageSizes], samples: int) -> StepResult:
+    def make_update(
+        self, learn: Callable[[], SequenceAndImageSizes], samples: int, *, is_reported: bool = False
+    ) -> StepResult:
         """Make one update: `learn` adds the gradients and returns sizes; `samples` are counted as read.
 
+        What the host reads after the update is exchanged before it: so the next step starts while the device
+        still updates weights. `is_reported`: whether `report_unreported_updates` follows.
         Raise JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
         """
         progress = self.progress
         started = time.perf_counter()
         with self.profiler.step(progress.step + 1):
             sizes = learn()
+            self.stop_request.begin_exchange()
+            if is_reported:
+                self.engine.begin_loss_reduction()
             result = self.engine.step_optimizer()
         seconds = time.perf_counter() - started
         flops = self.speed.compute_flops_per_rank(sizes.lengths, sizes.grids)
@@ -137,7 +144,7 @@ class Session:
 
     def save_if_due_or_preempted(self, *, is_last: bool, is_save_due: bool) -> None:
         """Save a checkpoint if due, at the end, or after a signal; raise Preempted after a signal."""
-        is_told_to_stop = self.should_stop()
+        is_told_to_stop = self.stop_request.agree_to_stop()
         if is_told_to_stop or is_last or is_save_due:
             self._save()
         if is_told_to_stop and not is_last:

@@ -58,11 +58,11 @@ class SessionBuilder:
         watchdog: Watchdog,
         *,
         is_resumed: bool,
-        should_stop: Callable[[], bool] = lambda: False,
+        stop_request: StopRequest,
     ) -> None:
         """Make the process groups; all ranks call it."""
         self.job, self.runtime, self.device, self.watchdog = job, runtime, device, watchdog
-        self.is_resumed, self.should_stop = is_resumed, should_stop
+        self.is_resumed, self.stop_request = is_resumed, stop_request
         self.recipe, self.directory = job.recipe, RunDirectory(job.directory)
         self.weights: PretrainedWeights | None = None
         with runtime.megatron_calls():
@@ -121,7 +121,7 @@ class SessionBuilder:
             speed=Speed(recipe, self.job.backend, self.device, dp=self.groups.dp.size),
             stragglers=Stragglers(self.groups.pp.rank, self.device),
             profiler=Profiler(recipe, self.directory.profile, dist.get_rank()),
-            should_stop=self.should_stop,
+            stop_request=self.stop_request,
             progress=progress,
             identity=identity,
             task_state=task_state,
@@ -257,7 +257,7 @@ def train_in_locked_directory(
     """Call `train` while the run directory is locked, unless the run is finished; raise what it raises."""
     directory = RunDirectory(job.directory)
     with ExitStack() as exit_stack:
-        stop = StopRequest(device)
+        stop_request = StopRequest(device)
         has_launcher = outcomes.get_launch_folder() is not None
         run_on_rank_0(lambda: exit_stack.enter_context(directory.hold_lock(joins_launcher=has_launcher)))
         is_resumed = run_on_rank_0(lambda: _prepare_run_directory(job, directory))
@@ -269,7 +269,7 @@ def train_in_locked_directory(
                     device,
                     watchdog,
                     is_resumed=is_resumed,
-                    should_stop=stop.agree_to_stop,
+                    stop_request=stop_request,
                 )
             )
 

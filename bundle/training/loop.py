@@ -25,6 +25,7 @@ from bundle.recipe.alignment import Alignment
 from bundle.recipe.sections import EarlyStop
 from bundle.runs.session import Session, name_losses
 from bundle.training.preferences import with_reference
+from bundle.transfers import copy_to_device
 
 
 class Batches:
@@ -68,7 +69,7 @@ class Batches:
         cp, options = self._groups.cp, {**self._options, "images": self._build_vision_model_inputs(batch)}
         row_tensors = batch.ids, batch.labels, batch.loss_mask
         if batch.lengths is None and batch.row_lengths is None:
-            ids, labels, mask = (x.to(self._device) for x in row_tensors)
+            ids, labels, mask = (copy_to_device(x, self._device) for x in row_tensors)
             micro_batch = from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
         else:
             # Rows as `from_rows` has them, in which padding is no token.
@@ -76,12 +77,12 @@ class Batches:
             packing = Packing.from_lengths(
                 get_sequence_lengths(batch), alignment, rank=cp.rank, length=self._length, device=self._device
             )
-            ids, labels, mask = (remove_padding(batch, x).to(self._device) for x in row_tensors)
+            ids, labels, mask = (copy_to_device(remove_padding(batch, x), self._device) for x in row_tensors)
             micro_batch = from_packing(ids, labels, mask, packing, **options)
         if self.reference is None:
             return micro_batch
         log_probs = np.where(batch.documents == BLANK_SAMPLE_NUMBER, 0.0, self.reference[batch.documents])
-        return with_reference(micro_batch, torch.from_numpy(log_probs).float().to(self._device))
+        return with_reference(micro_batch, copy_to_device(torch.from_numpy(log_probs).float(), self._device))
 
     def _build_vision_model_inputs(self, batch: SampleBatch) -> ImageInputs | None:
         """Return the images and videos of a batch; None for a model without a vision tower."""
@@ -159,11 +160,14 @@ def train(session: Session, batches: Batches, early_stopping: EarlyStopping) -> 
         )
     while not session.has_finished_last_step and not early_stopping.reason:
         session.export_if_due()
+        step = progress.step + 1
+        is_reported = step % recipe.train.log_interval == 0 or step >= recipe.train.steps
         result = session.make_update(
             lambda: _run_forward_backward(engine, batches, progress.consumed_samples),
             recipe.train.global_batch_size,
+            is_reported=is_reported,
         )
-        if session.is_due(recipe.train.log_interval) or session.has_finished_last_step:
+        if is_reported:
             session.report_unreported_updates(result)
         if validation and (session.is_due(recipe.train.eval_interval) or session.has_finished_last_step):
             _evaluate(session, validation, early_stopping)

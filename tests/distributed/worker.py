@@ -43,8 +43,13 @@ def collectives(me: Rendezvous) -> None:
     while not request.is_requested and me.rank == 1:
         time.sleep(0.01)
     agreed = request.agree_to_stop()
+    late = StopRequest(torch.device("cpu"))
+    late.begin_exchange()
+    if me.rank == 1:
+        late.is_requested = True
+    in_turn = [late.agree_to_stop(), late.agree_to_stop()]
     if me.rank == 0:
-        print(f"listeners={listeners()} agreed={agreed}")
+        print(f"listeners={listeners()} agreed={agreed} in_turn={in_turn}")
 
 
 def stop(me: Rendezvous) -> None:

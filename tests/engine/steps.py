@@ -126,6 +126,29 @@ def apart(bench: Bench) -> float:
         return find_worst([abs(between - alone), abs(made.take_losses().main - wanted)])
 
 
+def exchanged_early(bench: Bench) -> float:
+    """How far losses that were exchanged before they are taken are from those that were not.
+
+    Whatever comes between: nothing, an evaluation, which has losses of its own, or another forward pass.
+    """
+    with engine(bench, _job()) as made:
+        ours, others = (micro_batches(made, texts(EVEN)[i : i + 2] * 2, "rows", "token") for i in (0, 2))
+        alone = made.evaluate(others).main
+        made.forward_backward(ours)
+        wanted = made.take_losses().main
+        assert abs(alone - wanted) > 1e-3
+        made.forward_backward(ours)
+        made.begin_loss_reduction()
+        gaps = [abs(made.take_losses().main - wanted)]
+        made.forward_backward(ours)
+        made.begin_loss_reduction()
+        gaps += [abs(made.evaluate(others).main - alone), abs(made.take_losses().main - wanted)]
+        made.forward_backward(ours)
+        made.begin_loss_reduction()
+        made.forward_backward(others)
+        return find_worst([*gaps, abs(made.take_losses().main - (wanted + alone) / 2)])
+
+
 def unlearned(bench: Bench) -> float:
     """Infinite if a step without a learned token anywhere has a gradient, or a loss that is a number.
 

@@ -26,11 +26,14 @@ def main(directory: Path) -> None:
     assert job.patches is not None
     runtime, rank = start_rank(job.patches)
     from bundle.distributed.watchdog import Watchdog
+    from bundle.distributed.world import StopRequest
     from bundle.runs.session_builder import SessionBuilder
     from bundle.training.trainer import Trainer
 
     with Watchdog(600, directory, rank, rank) as dog:
-        made = Trainer(SessionBuilder(job, runtime, runtime.select_device(rank), dog, is_resumed=False))
+        device = runtime.select_device(rank)
+        stop_request = StopRequest(device)
+        made = Trainer(SessionBuilder(job, runtime, device, dog, is_resumed=False, stop_request=stop_request))
     print(job.recipe.model.attention, job.attention, made.session.engine.recipe.model.attention)
 
 

@@ -70,6 +70,9 @@ class Slow:
     def step_optimizer(self) -> StepResult:
         return StepResult(self.gradient, 1e-3, updated=True)
 
+    def begin_loss_reduction(self) -> None:
+        pass
+
     def take_losses(self) -> Losses:
         taken, self.losses = self.losses, []
         mean = sum(taken) / len(taken) if self.tokens else math.nan
@@ -126,7 +129,9 @@ def run(
         ),
         stragglers=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]
         profiler=SimpleNamespace(step=nullcontext),  # type: ignore[arg-type]
-        should_stop=lambda: progress.step == stops_at,
+        stop_request=SimpleNamespace(  # type: ignore[arg-type]
+            begin_exchange=lambda: None, agree_to_stop=lambda: progress.step == stops_at
+        ),
         progress=progress,
         identity={},
     )

@@ -56,8 +56,8 @@ def load_cudnn_and_transformer_engine() -> None:
 def disable_pointwise_autotuning() -> None:
     """Make torch.compile give each pointwise kernel its first block size, instead of timing several sizes.
 
-    Before each timing, Inductor restores what the kernel overwrites from a copy on the host. For the logits of
-    8,192 tokens (4.6 GiB in fp32), the timings took 13 s of a run's first step (torch 2.11, H100).
+    Before each timing, Inductor restores what the kernel overwrites from a copy on the host. For the logits
+    of 8,192 tokens (4.6 GiB in fp32), the timings took 13 s of a run's first step (torch 2.11, H100).
     """
     from torch._inductor import config
 
