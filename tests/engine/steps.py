@@ -133,20 +133,22 @@ def exchanged_early(bench: Bench) -> float:
     """
     with engine(bench, _job()) as made:
         ours, others = (micro_batches(made, texts(EVEN)[i : i + 2] * 2, "rows", "token") for i in (0, 2))
-        alone = made.evaluate(others).main
+        alone = made.evaluate(others)
         made.forward_backward(ours)
-        wanted = made.take_losses().main
-        assert abs(alone - wanted) > 1e-3
-        made.forward_backward(ours)
-        made.begin_loss_reduction()
-        gaps = [abs(made.take_losses().main - wanted)]
+        wanted = made.take_losses()
+        assert abs(alone.main - wanted.main) > 1e-3
         made.forward_backward(ours)
         made.begin_loss_reduction()
-        gaps += [abs(made.evaluate(others).main - alone), abs(made.take_losses().main - wanted)]
+        gaps = [abs(made.take_losses().main - wanted.main)]
+        made.forward_backward(ours)
+        made.begin_loss_reduction()
+        gaps += [abs(made.evaluate(others).main - alone.main), abs(made.take_losses().main - wanted.main)]
         made.forward_backward(ours)
         made.begin_loss_reduction()
         made.forward_backward(others)
-        return find_worst([*gaps, abs(made.take_losses().main - (wanted + alone) / 2)])
+        both = made.take_losses()
+        total = wanted.main * wanted.tokens + alone.main * alone.tokens
+        return find_worst([*gaps, abs(both.main - total / both.tokens)])
 
 
 def unlearned(bench: Bench) -> float:
