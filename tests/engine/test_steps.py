@@ -7,5 +7,6 @@ from tests.engine.test_layouts import measured, wrong
 
 @pytest.mark.world
 def test_steps(installed):
-    checks = "clipped left_out refused compared apart exchanged_early unlearned prediction_in_turn shared_head"
+    checks = "clipped left_out refused compared apart exchanged_early unlearned"
+    checks += " prediction_in_turn shared_head"
     assert not wrong(measured(tuple(f"tests.engine.steps:{name}" for name in checks.split()), installed))
