@@ -26,6 +26,13 @@ class Runtime(Protocol):
         Layers that are not megatron's call it. None where torch attends the sequences one after the other.
         """
 
+    @property
+    def add_weight_gradient(self) -> "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None":
+        """The product that adds to the gradient of a weight, as in `cuda.weight_gradients`.
+
+        None where torch adds the result of a product.
+        """
+
     def select_device(self, local_rank: int) -> "torch.device":
         """Return the device of this rank, after making it the current one."""
 

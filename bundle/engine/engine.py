@@ -101,6 +101,7 @@ class Engine:
             tp_group=groups.tp.group,
             device=device,
             measures=getattr(objective, "measures", None),
+            add_gradient=runtime.add_weight_gradient,
         )
 
     @property

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.engine.microbatch import MicroBatch
-from bundle.engine.scores import Head, Scores, mask_padding, score_labels
+from bundle.engine.scores import AddGradient, Head, Scores, mask_padding, score_labels
 from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.mcore.groups import Groups, get_dp_cp_group
 from bundle.transfers import HostCopy
@@ -175,15 +175,17 @@ class ModelLossComputer:
         tp_group: dist.ProcessGroup,
         device: torch.device,
         measures: Mapping[str, Reduction] | None = None,
+        add_gradient: AddGradient | None = None,
     ) -> None:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
         `vocabulary` is the number of tokens that there are, without padding; `mtp_loss_scale` the weight of
         the MTP losses in the total, shared by the `depths`; `chunk` the tokens whose logits exist at a
         time, None for all; `measures` are those of the engine's own objective, of which alone a checkpoint
-        knows.
+        knows; `add_gradient` is that of `Head`.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
+        self._add_gradient = add_gradient
         self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
         self._engine_measures = MeasureSums(measures, device) if measures else None
         self._measures = [self._engine_measures] if self._engine_measures else []
@@ -354,7 +356,8 @@ class ModelLossComputer:
         return score_labels(states, labels, self._tp_group, temperature, self._head)
 
     def _set_head(self, weight: Tensor, chunk: int) -> None:
-        self._head = Head(weight, chunk, self._count_unpadded_local_logits(weight.shape[0]))
+        limit = self._count_unpadded_local_logits(weight.shape[0])
+        self._head = Head(weight, chunk, limit, self._add_gradient)
 
     def _count_unpadded_local_logits(self, width: int) -> int:
         """Return how many of this rank's `width` logits are of the vocabulary, and not padding."""

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+AddGradient = Callable[[Tensor, Tensor, Tensor], None]
+
 # Rows are taken in portions: beside the logits and their gradient, no tensor is as large as them. This many
 # numbers (128 MiB in float32) are enough to keep a device busy.
 _PORTION_VALUES = 1 << 25
@@ -35,12 +37,14 @@ class Scores:
 class Head(NamedTuple):
     """The product that gives logits: this rank's weight [vocabulary / tp, h], for `chunk` tokens at a time.
 
-    The first `limit` logits of a token are of the vocabulary, the rest is padding.
+    The first `limit` logits of a token are of the vocabulary, the rest is padding. `add_gradient` adds
+    gradientsᵀ inputs to a sum in float32 in one product, as (inputs [n, h], gradients [n, v], sum [v, h]).
     """
 
     weight: Tensor
     chunk: int
     limit: int
+    add_gradient: AddGradient | None = None
 
 
 def mask_padding(logits: Tensor, limit: int) -> None:
@@ -67,7 +71,7 @@ def score_labels(
     exactly; the gradient of the states is this rank's part of a sum over the group. The log-probability of
     a label that has no logit is not a number.
     """
-    weight, chunk, limit = head or (None, max(1, labels.numel()), 0)
+    weight, chunk, limit, add_gradient = head or (None, max(1, labels.numel()), 0, None)
     width = states.shape[-1] if weight is None else weight.shape[0]
     columns = width * (group.size() if group is not None else 1)
     is_known = (labels >= 0) & (labels < columns)
@@ -80,6 +84,7 @@ def score_labels(
         group if group is not None and group.size() > 1 else None,
         chunk,
         limit,
+        add_gradient,
     )
     return Scores(log_probs.view(rows).t() * torch.where(is_known, 1.0, float("nan")), entropy.view(rows).t())
 
@@ -100,6 +105,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         group: Any,
         chunk: int,
         limit: int,
+        add_gradient: AddGradient | None,
     ) -> Any:
         width = states.shape[1] if weight is None else weight.shape[0]
         column = labels - (width * group.rank() if group is not None else 0)
@@ -127,7 +133,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         entropy = norm - weighted / total
         ctx.save_for_backward(states, weight, column, is_local, temperature, peak + norm, entropy)
         ctx.set_materialize_grads(False)
-        ctx.chunk, ctx.limit = chunk, limit
+        ctx.chunk, ctx.limit, ctx.add_gradient = chunk, limit, add_gradient
         return picked - norm, entropy
 
     @staticmethod
@@ -137,7 +143,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(rows[-1])
         gradient = torch.empty_like(states)
-        weight_gradient = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        weight_gradient = _WeightGradient(weight, ctx.add_gradient) if ctx.needs_input_grad[1] else None
         write, buffer = (
             _compile_if_gpu_weight(_write_slopes, weight),
             _allocate_logits_buffer(states, weight, ctx.chunk),
@@ -152,15 +158,11 @@ class _LogProbsAndEntropies(torch.autograd.Function):
             if weight is not None:
                 torch.mm(logits, weight, out=result)
             if weight_gradient is not None:
-                weight_gradient.add(logits.t() @ inputs)
+                weight_gradient.add(inputs, logits)
         return (
             gradient,
             weight_gradient and weight_gradient.compute_autograd_remainder(),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 6,
         )
 
 
@@ -170,15 +172,19 @@ class _WeightGradient:
     Where megatron accumulates in float32, that is `main_grad`, and autograd adds zeros to it later.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, add_product: AddGradient | None) -> None:
         main: Tensor | None = getattr(weight, "main_grad", None)
         self._is_main = main is not None and main.dtype is torch.float32
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._weight = weight
+        self._weight, self._add_product = weight, add_product
         self._sum = main if main is not None and self._is_main else torch.zeros_like(weight, dtype=dtype)
 
-    def add(self, part: Tensor) -> None:
-        self._sum += part
+    def add(self, inputs: Tensor, gradients: Tensor) -> None:
+        """Add the part of the tokens with these inputs [n, h] and gradients of their logits [n, v]."""
+        if self._add_product is None:
+            self._sum += gradients.t() @ inputs
+        else:
+            self._add_product(inputs, gradients, self._sum)
 
     def compute_autograd_remainder(self) -> Tensor:
         """Return what autograd adds to the gradient of the weight."""

@@ -160,7 +160,13 @@ def test_variables_follow_the_features():
         {variable.name for variable in CUDA.list_variables(features)}
         for features in (frozenset(), frozenset({"rl", "moe"}))
     )
-    assert rl - plain == {"NCCL_CUMEM_ENABLE"}
+    assert rl - plain == {"NCCL_CUMEM_ENABLE", "NVTE_USE_CUTLASS_GROUPED_GEMM"}
+
+
+@pytest.mark.parametrize(("generation", "is_set"), [("8.0", False), ("9.0", True), ("10.0", False)])
+def test_all_experts_share_a_launch_on_hopper(generation, is_set):
+    variables = CUDA.list_variables(frozenset({"moe"}), generation=generation)
+    assert ("NVTE_USE_CUTLASS_GROUPED_GEMM" in {variable.name for variable in variables}) is is_set
 
 
 @pytest.mark.parametrize(

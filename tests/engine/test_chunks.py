@@ -105,6 +105,22 @@ def test_megatron_s_gradient_is_added_to_in_float32():
     torch.testing.assert_close(returned.float(), main, rtol=2**-7, atol=2e-3)
 
 
+def test_a_product_that_adds_is_given_each_part_of_the_gradient():
+    states, weight, labels = drawn()
+    weight.main_grad = torch.full((ROWS, H), 7.5)
+    parts = []
+
+    def add_product(inputs, gradients, total):
+        parts.append(len(inputs))
+        total += torch.einsum("nv,nh->vh", gradients, inputs)
+
+    loss(
+        score_labels(states, labels, None, None, Head(weight, 20, VOCABULARY, add_product)), labels
+    ).backward()
+    assert close(weight.main_grad - 7.5, reference(states, weight, labels)[3]) and not weight.grad.any()
+    assert parts == [20, 20, 20, 14]
+
+
 def test_a_label_without_a_logit_has_no_log_probability():
     states, weight, labels = drawn()
     labels[0, 3], labels[1, 30] = -100, ROWS

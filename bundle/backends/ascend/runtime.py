@@ -26,6 +26,7 @@ class AscendRuntime:
     collectives = ASCEND.collectives
     capabilities = ASCEND
     noncausal_packed_attention = staticmethod(vision.attend_packed)
+    add_weight_gradient = None
 
     def select_device(self, local_rank: int) -> torch.device:
         """Return the NPU of this rank, after making it the current one."""

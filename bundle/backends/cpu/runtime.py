@@ -24,6 +24,7 @@ class CpuRuntime:
 
     collectives = CPU.collectives
     noncausal_packed_attention = None
+    add_weight_gradient = None
 
     def select_device(self, local_rank: int) -> torch.device:
         """Return the cpu, for every rank of this machine."""

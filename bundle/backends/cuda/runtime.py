@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices
 from bundle.backends.cuda import vision
-from bundle.backends.cuda.weight_gradients import can_accumulate
+from bundle.backends.cuda.weight_gradients import AddGradient, can_accumulate, find_accumulating_product
 from bundle.capabilities.cuda import CUDA
 from bundle.environment.nvidia import VISIBLE_DEVICES
 from bundle.errors import EnvironmentUnfit, UsageError
@@ -25,6 +25,11 @@ class CudaRuntime:
 
     collectives = CUDA.collectives
     noncausal_packed_attention = staticmethod(vision.attend_packed)
+
+    @property
+    def add_weight_gradient(self) -> AddGradient | None:
+        """The product of the extension that megatron's output layer takes; None without it."""
+        return find_accumulating_product(torch.device(CUDA.device))
 
     def select_device(self, local_rank: int) -> torch.device:
         """Return the GPU of this rank, after making it the current one."""

@@ -1,11 +1,15 @@
 """The product that adds to a weight's gradient, which megatron's output layer takes from an extension."""
 
+import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+
+AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 # Of apex. megatron-core looks for it when it is imported.
 EXTENSION_NAME = "fused_weight_gradient_mlp_cuda"
@@ -37,6 +41,14 @@ def can_accumulate(device: torch.device) -> bool:
     except (AttributeError, RuntimeError):
         return False
     return bool((total == 17).all())
+
+
+def find_accumulating_product(device: torch.device) -> AddGradient | None:
+    """Return the extension's product that sums in fp32, as `add_weight_gradient`; None without one."""
+    if not can_accumulate(device):
+        return None
+    product: AddGradient = importlib.import_module(EXTENSION_NAME).wgrad_gemm_accum_fp32
+    return product
 
 
 def add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, total: torch.Tensor) -> None:

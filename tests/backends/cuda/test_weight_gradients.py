@@ -11,6 +11,7 @@ from bundle.backends.cuda.weight_gradients import (
     EXTENSION_NAME,
     add_weight_gradient,
     can_accumulate,
+    find_accumulating_product,
     provide_extension,
 )
 
@@ -77,6 +78,7 @@ def test_a_product_is_tried_before_megatron_is_told_of_it(product, can, modules)
         wgrad_gemm_accum_fp32=product, __spec__=ModuleSpec(EXTENSION_NAME, None)
     )
     assert can_accumulate(torch.device("cpu")) is can
+    assert find_accumulating_product(torch.device("cpu")) is (product if can else None)
 
 
 def test_nothing_is_accumulated_without_the_extension(modules):
