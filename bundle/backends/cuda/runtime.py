@@ -107,13 +107,11 @@ def _can_fuse_rope(recipe: Recipe) -> bool:
     """Return whether rotary positions are one kernel.
 
     Latent attention has such a kernel only for the class of embedding that megatron calls yarn. We use that
-    class with any frequencies (`mcore.rotary`). The kernel supports context parallelism from 0.14.
+    class with any frequencies, also plain ones (`mcore.rotary`). The kernel supports context parallelism from
+    0.14.
     """
-    architecture = recipe.architecture
-    if architecture.mla is None:
+    if recipe.architecture.mla is None:
         return True
-    if architecture.rope_scaling is None:
-        return False
     try:
         from megatron.core.fusions.fused_mla_yarn_rope_apply import fused_apply_mla_rope_for_q
     except ImportError:  # 0.12

@@ -33,19 +33,20 @@ def test_every_field_is_one_of_this_release(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "fused"),
-    [("qwen3-tp2-sp", (), True), ("demo", (), False), ("demo", (YARN,), True)],
+    ("name", "overrides"),
+    [("qwen3-tp2-sp", ()), ("demo", ()), ("demo", (YARN,))],
 )
-def test_rotary_positions_are_fused_where_there_is_a_kernel(name, overrides, fused):
-    assert (
-        build_config_options(recipe(*overrides, name=name), generation=HOPPER)["apply_rope_fusion"] is fused
-    )
+def test_rotary_positions_are_one_kernel(name, overrides):
+    assert build_config_options(recipe(*overrides, name=name), generation=HOPPER)["apply_rope_fusion"] is True
 
 
-def test_yarn_is_not_fused_where_its_kernel_knows_no_context_parallelism(monkeypatch):
+@pytest.mark.parametrize("overrides", [(), (YARN,)])
+def test_latent_rotary_positions_are_not_fused_where_their_kernel_knows_no_context_parallelism(
+    monkeypatch, overrides
+):
     fusion = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
     monkeypatch.setattr(fusion, "fused_apply_mla_rope_for_q", lambda t, cos, sin, qk, emb, cu=None: t)
-    assert build_config_options(recipe(YARN), generation=HOPPER)["apply_rope_fusion"] is False
+    assert build_config_options(recipe(*overrides), generation=HOPPER)["apply_rope_fusion"] is False
 
 
 def test_experts_are_grouped_and_dense_models_have_none():
