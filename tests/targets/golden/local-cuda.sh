@@ -7,7 +7,7 @@
   --node-rank=0 \
   --rendezvous=node0:29500
 # which starts its ranks by
-env CUDA_DEVICE_MAX_CONNECTIONS=8 OMP_NUM_THREADS=8 PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT TORCH_DEVICE_BACKEND_AUTOLOAD=0 /venv/bin/python -m torch.distributed.run \
+env CUDA_DEVICE_MAX_CONNECTIONS=8 NVTE_USE_CUTLASS_GROUPED_GEMM=1 OMP_NUM_THREADS=8 PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT TORCH_DEVICE_BACKEND_AUTOLOAD=0 /venv/bin/python -m torch.distributed.run \
   --nnodes=2 \
   --nproc-per-node=8 \
   --rdzv-backend=static \
@@ -28,7 +28,7 @@ env CUDA_DEVICE_MAX_CONNECTIONS=8 OMP_NUM_THREADS=8 PET_SIGNALS_TO_HANDLE=SIGINT
   --node-rank=1 \
   --rendezvous=node0:29500
 # which starts its ranks by
-env CUDA_DEVICE_MAX_CONNECTIONS=8 OMP_NUM_THREADS=8 PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT TORCH_DEVICE_BACKEND_AUTOLOAD=0 /venv/bin/python -m torch.distributed.run \
+env CUDA_DEVICE_MAX_CONNECTIONS=8 NVTE_USE_CUTLASS_GROUPED_GEMM=1 OMP_NUM_THREADS=8 PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT TORCH_DEVICE_BACKEND_AUTOLOAD=0 /venv/bin/python -m torch.distributed.run \
   --nnodes=2 \
   --nproc-per-node=8 \
   --rdzv-backend=static \
