@@ -244,36 +244,43 @@ def describe_image(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_bundle(case: dict[str, Any], folder: Path, backend: str) -> dict[str, Any]:
-    """Train by `mcore-bundle train`; return what the peer prints of itself.
-
-    The launcher is killed after the last step, before a checkpoint with optimizer states is written.
-    """
+    """Train by `mcore-bundle train`; return what the peer prints of itself."""
     (folder / "recipe.yaml").write_text(json.dumps(build_recipe(case, folder, backend)))
+    result = train_by_bundle([str(folder / "recipe.yaml")], folder, STEPS)
+    lines = (line for line in (folder / "log").read_text().splitlines() if " INFO rank 0: " in line)
+    print(*lines, sep="\n", flush=True)
+    return result
+
+
+def train_by_bundle(arguments: list[str], folder: Path, steps: int) -> dict[str, Any]:
+    """Run `mcore-bundle train` with these arguments; return what the peer prints, and more.
+
+    The recipe reports each step. The launcher is killed after `steps` steps, before a checkpoint with
+    optimizer states is written. `flops` is the work of a step. Raise RunFailed where it ends earlier.
+    """
     directory = folder / "run"
-    command = [sys.executable, "-m", "bundle", "train", str(folder / "recipe.yaml")]
+    command = [sys.executable, "-m", "bundle", "train", *arguments, "--run-directory", str(directory)]
     started = time.time()
     lines: list[dict[str, Any]] = []
     with (folder / "log").open("w+") as log:
-        command += ["--run-directory", str(directory)]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        while process.poll() is None and len(lines) < STEPS:
+        while process.poll() is None and len(lines) < steps:
             time.sleep(0.05)
             lines = read_steps(directory)
         process.kill()
         process.wait()
         time.sleep(_RANK_END_SECONDS)
-    text = (folder / "log").read_text()
-    if len(lines) < STEPS:
-        raise RunFailed(text[-3000:])
-    print(*(line for line in text.splitlines() if " INFO rank 0: " in line), sep="\n")
+    if len(lines) < steps:
+        raise RunFailed((folder / "log").read_text()[-3000:])
     job = json.loads((directory / "job.json").read_text())
     shutil.rmtree(directory)
-    times = [line["time"] for line in lines[:STEPS]]
+    times, last = [line["time"] for line in lines[:steps]], lines[steps - 1]
     return {
-        "losses": [line["train/loss"] for line in lines[:STEPS]],
+        "losses": [line["train/loss"] for line in lines[:steps]],
         "seconds": [after - before for before, after in pairwise(times)],
         "first_step_seconds": times[0] - started,
         "peak_bytes": max(line.get("memory/peak_bytes", 0) for line in lines),
+        "flops": last["train/tflops_per_device"] * 1e12 * last["train/step_seconds"],
         "micro_batch_size": job["recipe"]["train"]["micro_batch_size"],
         "recompute": bool(job["recipe"]["model"].get("recompute")),
     }
