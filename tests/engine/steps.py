@@ -140,6 +140,7 @@ def exchanged_early(bench: Bench) -> float:
         made.forward_backward(ours)
         made.begin_loss_reduction()
         gaps = [abs(made.take_losses().main - wanted.main)]
+        assert made.take_losses().tokens == 0
         made.forward_backward(ours)
         made.begin_loss_reduction()
         gaps += [abs(made.evaluate(others).main - alone.main), abs(made.take_losses().main - wanted.main)]
