@@ -1,6 +1,5 @@
 """The product that adds to a weight's gradient, which megatron's output layer takes from an extension."""
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -47,7 +46,9 @@ def find_accumulating_product(device: torch.device) -> AddGradient | None:
     """Return the extension's product that sums in fp32, as `add_weight_gradient`; None without one."""
     if not can_accumulate(device):
         return None
-    product: AddGradient = importlib.import_module(EXTENSION_NAME).wgrad_gemm_accum_fp32
+    import fused_weight_gradient_mlp_cuda
+
+    product: AddGradient = fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
     return product
 
 
