@@ -108,10 +108,13 @@ def _can_fuse_rope(recipe: Recipe) -> bool:
 
     Latent attention has such a kernel only for the class of embedding that megatron calls yarn. We use that
     class with any frequencies, also plain ones (`mcore.rotary`). The kernel supports context parallelism from
-    0.14.
+    0.14, and head widths that are powers of two, as Triton's ranges are.
     """
-    if recipe.architecture.mla is None:
+    mla = recipe.architecture.mla
+    if mla is None:
         return True
+    if any(width & (width - 1) for width in (mla.qk_head_dim, mla.v_head_dim, mla.qk_pos_emb_head_dim)):
+        return False
     try:
         from megatron.core.fusions.fused_mla_yarn_rope_apply import fused_apply_mla_rope_for_q
     except ImportError:  # 0.12

@@ -49,6 +49,12 @@ def test_latent_rotary_positions_are_not_fused_where_their_kernel_knows_no_conte
     assert build_config_options(recipe(*overrides), generation=HOPPER)["apply_rope_fusion"] is False
 
 
+@pytest.mark.parametrize("width", ["qk_nope_head_dim", "v_head_dim"])
+def test_latent_rotary_positions_are_not_fused_for_widths_that_triton_refuses(width):
+    chosen = build_config_options(recipe(f"model.config.{width}=96"), generation=HOPPER)
+    assert chosen["apply_rope_fusion"] is False
+
+
 def test_experts_are_grouped_and_dense_models_have_none():
     assert build_config_options(recipe(), generation=HOPPER)["moe_grouped_gemm"] is True
     assert "moe_grouped_gemm" not in build_config_options(recipe(name="qwen3-tp2-sp"), generation=HOPPER)
