@@ -171,6 +171,7 @@ def train(session: Session, batches: Batches, early_stopping: EarlyStopping) -> 
             session.report_unreported_updates(result)
         if validation and (session.is_due(recipe.train.eval_interval) or session.has_finished_last_step):
             _evaluate(session, validation, early_stopping)
+            session.stop_request.begin_exchange()  # a signal may have come in the meantime
         session.save_if_due_or_preempted(
             is_last=session.has_finished_last_step or early_stopping.reason is not None,
             is_save_due=session.is_due(recipe.checkpoint.interval),
