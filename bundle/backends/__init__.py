@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from bundle.mcore.gpt import Specs
     from bundle.recipe import Recipe
 
+    AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
 
 class Runtime(Protocol):
     """Everything that differs by accelerator and needs torch; each backend has one object of this shape."""
@@ -27,8 +29,8 @@ class Runtime(Protocol):
         """
 
     @property
-    def add_weight_gradient(self) -> "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None":
-        """The product that adds to the gradient of a weight, as in `cuda.weight_gradients`.
+    def add_weight_gradient(self) -> "AddGradient | None":
+        """The product that adds to the gradient of a weight: `cuda.weight_gradients.add_weight_gradient`.
 
         None where torch adds the result of a product.
         """

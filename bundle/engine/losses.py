@@ -11,17 +11,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bundle.engine.microbatch import MicroBatch
-from bundle.engine.scores import AddGradient, Head, Scores, mask_padding, score_labels
+from bundle.engine.scores import Head, Scores, mask_padding, score_labels
 from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.mcore.groups import Groups, get_dp_cp_group
 from bundle.transfers import HostCopy
+
+if TYPE_CHECKING:
+    from bundle.backends import AddGradient
 
 
 def collect_scores(
@@ -175,7 +178,7 @@ class ModelLossComputer:
         tp_group: dist.ProcessGroup,
         device: torch.device,
         measures: Mapping[str, Reduction] | None = None,
-        add_gradient: AddGradient | None = None,
+        add_gradient: "AddGradient | None" = None,
     ) -> None:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 

@@ -8,14 +8,15 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-AddGradient = Callable[[Tensor, Tensor, Tensor], None]
+if TYPE_CHECKING:
+    from bundle.backends import AddGradient
 
 # Rows are taken in portions: beside the logits and their gradient, no tensor is as large as them. This many
 # numbers (128 MiB in float32) are enough to keep a device busy.
@@ -44,7 +45,7 @@ class Head(NamedTuple):
     weight: Tensor
     chunk: int
     limit: int
-    add_gradient: AddGradient | None = None
+    add_gradient: "AddGradient | None" = None
 
 
 def mask_padding(logits: Tensor, limit: int) -> None:
@@ -105,7 +106,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         group: Any,
         chunk: int,
         limit: int,
-        add_gradient: AddGradient | None,
+        add_gradient: "AddGradient | None",
     ) -> Any:
         width = states.shape[1] if weight is None else weight.shape[0]
         column = labels - (width * group.rank() if group is not None else 0)
@@ -172,7 +173,7 @@ class _WeightGradient:
     Where megatron accumulates in float32, that is `main_grad`, and autograd adds zeros to it later.
     """
 
-    def __init__(self, weight: Tensor, add_product: AddGradient | None) -> None:
+    def __init__(self, weight: Tensor, add_product: "AddGradient | None") -> None:
         main: Tensor | None = getattr(weight, "main_grad", None)
         self._is_main = main is not None and main.dtype is torch.float32
         dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -50,6 +50,7 @@ class Slow:
     gradient: float = 1.0
     tokens: int = 100
     validated: list[float] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     sizes: SampleSizes = field(
         default_factory=lambda: SampleSizes(np.array([250, 150]), np.zeros((0, 3), np.int64))
     )
@@ -64,14 +65,16 @@ class Slow:
         return {"validation": [9.0], "validation/other": [7.0]}
 
     def forward_backward(self, _batches: list[Any]) -> None:
+        self.calls.append("forward")
         Clock.passes(STEP)
         self.losses.append(2.0)
 
     def step_optimizer(self) -> StepResult:
+        self.calls.append("optimizer")
         return StepResult(self.gradient, 1e-3, updated=True)
 
     def begin_loss_reduction(self) -> None:
-        pass
+        self.calls.append("losses")
 
     def take_losses(self) -> Losses:
         taken, self.losses = self.losses, []
@@ -130,7 +133,8 @@ def run(
         stragglers=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]
         profiler=SimpleNamespace(step=nullcontext),  # type: ignore[arg-type]
         stop_request=SimpleNamespace(  # type: ignore[arg-type]
-            begin_exchange=lambda: None, agree_to_stop=lambda: progress.step == stops_at
+            begin_exchange=lambda: engine.calls.append("stop"),
+            agree_to_stop=lambda: progress.step == stops_at,
         ),
         progress=progress,
         identity={},
@@ -269,3 +273,11 @@ def test_skipped_updates_are_reported():
     lines = run(Slow(recipe("train.on_nan=skip"), gradient=math.inf), progress)
     assert [line["train/skipped_updates"] for line in lines if "train/loss" in line] == [2, 4, 6]
     assert progress.skipped_updates == 6
+
+
+def test_what_the_host_reads_is_exchanged_before_weights_are_updated():
+    """The losses in reported steps alone; stop requests in every step, and again after an evaluation."""
+    engine = Slow(recipe("train.steps=3", "train.eval_interval=3"))
+    run(engine, Progress())
+    plain, reported = ["forward", "stop", "optimizer"], ["forward", "stop", "losses", "optimizer"]
+    assert engine.calls == [*plain, *reported, *reported, "stop"]

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import distributions
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.enums import Fp8Recipe
@@ -11,13 +11,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices
 from bundle.backends.cuda import vision
-from bundle.backends.cuda.weight_gradients import AddGradient, can_accumulate, find_accumulating_product
+from bundle.backends.cuda.weight_gradients import can_accumulate, find_accumulating_product
 from bundle.capabilities.cuda import CUDA
 from bundle.environment.nvidia import VISIBLE_DEVICES
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.mcore import can_take_keyword, gpt
 from bundle.recipe import Recipe
 from bundle.recipe.recipe import FP8
+
+if TYPE_CHECKING:
+    from bundle.backends import AddGradient
 
 
 class CudaRuntime:
@@ -27,7 +30,7 @@ class CudaRuntime:
     noncausal_packed_attention = staticmethod(vision.attend_packed)
 
     @property
-    def add_weight_gradient(self) -> AddGradient | None:
+    def add_weight_gradient(self) -> "AddGradient | None":
         """The product of the extension that megatron's output layer takes; None without it."""
         return find_accumulating_product(torch.device(CUDA.device))
 

@@ -2,13 +2,14 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
-AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+if TYPE_CHECKING:
+    from bundle.backends import AddGradient
 
 # Of apex. megatron-core looks for it when it is imported.
 EXTENSION_NAME = "fused_weight_gradient_mlp_cuda"
@@ -42,7 +43,7 @@ def can_accumulate(device: torch.device) -> bool:
     return bool((total == 17).all())
 
 
-def find_accumulating_product(device: torch.device) -> AddGradient | None:
+def find_accumulating_product(device: torch.device) -> "AddGradient | None":
     """Return the extension's product that sums in fp32, as `add_weight_gradient`; None without one."""
     if not can_accumulate(device):
         return None
