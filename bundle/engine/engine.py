@@ -32,7 +32,7 @@ from bundle.mcore.groups import Groups
 from bundle.models import adapters, gpt, vision
 from bundle.pretrained import PretrainedWeights
 from bundle.recipe import Recipe
-from bundle.recipe.loss_chunks import choose_loss_chunk
+from bundle.recipe.loss_chunks import choose_loss_chunks
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Engine:
             depths=recipe.architecture.mtp_layers,
             mtp_loss_scale=mtp_options.loss_scale,
             vocabulary=recipe.architecture.vocab_size,
-            chunk=choose_loss_chunk(recipe),
+            chunks=choose_loss_chunks(recipe),
             tp_group=groups.tp.group,
             device=device,
             measures=getattr(objective, "measures", None),

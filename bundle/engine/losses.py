@@ -21,6 +21,7 @@ from bundle.engine.microbatch import MicroBatch
 from bundle.engine.scores import Head, Scores, mask_padding, score_labels
 from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.mcore.groups import Groups, get_dp_cp_group
+from bundle.recipe.loss_chunks import LossChunks
 from bundle.transfers import HostCopy
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class ModelLossComputer:
         depths: int,
         mtp_loss_scale: float,
         vocabulary: int,
-        chunk: int | None,
+        chunks: LossChunks | None,
         tp_group: dist.ProcessGroup,
         device: torch.device,
         measures: Mapping[str, Reduction] | None = None,
@@ -183,8 +184,8 @@ class ModelLossComputer:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
         `vocabulary` is the number of tokens that there are, without padding; `mtp_loss_scale` the weight of
-        the MTP losses in the total, shared by the `depths`; `chunk` the tokens whose logits exist at a
-        time, None for all; `measures` are those of the engine's own objective, of which alone a checkpoint
+        the MTP losses in the total, shared by the `depths`; `chunks` tells how the loss takes tokens, None
+        for all at once; `measures` are those of the engine's own objective, of which alone a checkpoint
         knows; `add_gradient` is that of `Head`.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
@@ -203,8 +204,8 @@ class ModelLossComputer:
         if model.post_process:
             model.compute_language_model_loss = self._compute_objective_or_cross_entropy
             model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
-            if chunk is not None:
-                bypass_head_and_report_weight(model, lambda weight: self._set_head(weight, chunk))
+            if chunks is not None:
+                bypass_head_and_report_weight(model, lambda weight: self._set_head(weight, chunks))
 
     def set_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
         """Set the micro-batch that the model runs next, and its main loss (None: the model's own)."""
@@ -358,9 +359,9 @@ class ModelLossComputer:
     def _score(self, labels: Tensor, states: Tensor, temperature: Tensor | None = None) -> Scores:
         return score_labels(states, labels, self._tp_group, temperature, self._head)
 
-    def _set_head(self, weight: Tensor, chunk: int) -> None:
+    def _set_head(self, weight: Tensor, chunks: LossChunks) -> None:
         limit = self._count_unpadded_local_logits(weight.shape[0])
-        self._head = Head(weight, chunk, limit, self._add_gradient)
+        self._head = Head(weight, chunks.size, limit, self._add_gradient, chunks.kept_tokens)
 
     def _count_unpadded_local_logits(self, width: int) -> int:
         """Return how many of this rank's `width` logits are of the vocabulary, and not padding."""

@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of labels, from logits, or from hidden states in chunks of tokens.
 
 In chunks, the logits of a chunk are computed, measured and forgotten, and computed again in the backward
-pass. Then no tensor is as large as the logits of all tokens.
+pass. Then no tensor is as large as the logits of all tokens. The logits of the first tokens can be kept
+instead, and their gradient is written over them.
 """
 
 import functools
@@ -40,12 +41,14 @@ class Head(NamedTuple):
 
     The first `limit` logits of a token are of the vocabulary, the rest is padding. `add_gradient` adds
     gradientsᵀ inputs to a sum in float32 in one product, as (inputs [n, h], gradients [n, v], sum [v, h]).
+    The first `kept_tokens` tokens are one chunk, whose logits are kept for the backward pass.
     """
 
     weight: Tensor
     chunk: int
     limit: int
     add_gradient: "AddGradient | None" = None
+    kept_tokens: int = 0
 
 
 def mask_padding(logits: Tensor, limit: int) -> None:
@@ -72,7 +75,7 @@ def score_labels(
     exactly; the gradient of the states is this rank's part of a sum over the group. The log-probability of
     a label that has no logit is not a number.
     """
-    weight, chunk, limit, add_gradient = head or (None, max(1, labels.numel()), 0, None)
+    weight, chunk, limit, add_gradient, kept_tokens = head or (None, max(1, labels.numel()), 0, None, 0)
     width = states.shape[-1] if weight is None else weight.shape[0]
     columns = width * (group.size() if group is not None else 1)
     is_known = (labels >= 0) & (labels < columns)
@@ -83,6 +86,7 @@ def score_labels(
         labels.t().flatten(),
         None if temperature is None else temperature.t().flatten(),
         group if group is not None and group.size() > 1 else None,
+        min(kept_tokens, labels.numel()) if torch.is_grad_enabled() else 0,
         chunk,
         limit,
         add_gradient,
@@ -93,7 +97,7 @@ def score_labels(
 class _LogProbsAndEntropies(torch.autograd.Function):
     """(log-probabilities, entropies) [n] from logits [n, v], or from states [n, h] and a weight [v, h].
 
-    It keeps those as they came, and [n] numbers.
+    It keeps those as they came, the logits of `kept_tokens` tokens, and [n] numbers.
     """
 
     @staticmethod
@@ -104,6 +108,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         labels: Tensor,
         temperature: Tensor | None,
         group: Any,
+        kept_tokens: int,
         chunk: int,
         limit: int,
         add_gradient: "AddGradient | None",
@@ -113,17 +118,13 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         is_local = (column >= 0) & (column < width)
         column = column.where(is_local, 0)
 
-        measure, buffer = (
-            _compile_if_gpu_weight(_compute_softmax_partials, weight),
-            _allocate_logits_buffer(states, weight, chunk),
-        )
-        parts = [
-            measure(*portion)
-            for inputs, *row_values in _split(chunk, states, column, temperature)
-            for portion in _split_portions(
-                _compute_logits_or_pass_states(inputs, weight, limit, buffer), *row_values
-            )
-        ]
+        sizes, memory = _list_chunk_sizes(len(states), kept_tokens, chunk), _LogitsMemory(weight, limit)
+        parts, kept_logits = [], None
+        for inputs, *row_values in _split(sizes, states, column, temperature):
+            logits = memory.compute_logits(inputs)
+            parts += _map_rows(_compute_softmax_partials, weight, logits, *row_values)
+            if kept_tokens and kept_logits is None:
+                kept_logits = memory.release()
         peak, total, weighted, picked = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
             peak, total, weighted, picked = _reduce_over_ranks(
@@ -132,30 +133,27 @@ class _LogProbsAndEntropies(torch.autograd.Function):
 
         norm = total.log()
         entropy = norm - weighted / total
-        ctx.save_for_backward(states, weight, column, is_local, temperature, peak + norm, entropy)
+        label = column.where(is_local, -1)
+        ctx.save_for_backward(states, weight, kept_logits, label, temperature, peak + norm, entropy)
         ctx.set_materialize_grads(False)
-        ctx.chunk, ctx.limit, ctx.add_gradient = chunk, limit, add_gradient
+        ctx.sizes, ctx.limit, ctx.add_gradient = sizes, limit, add_gradient
         return picked - norm, entropy
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        states, weight, *rows = ctx.saved_tensors
+        states, weight, kept_logits, *rows = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(rows[-1])
         gradient = torch.empty_like(states)
         weight_gradient = _WeightGradient(weight, ctx.add_gradient) if ctx.needs_input_grad[1] else None
-        write, buffer = (
-            _compile_if_gpu_weight(_write_slopes, weight),
-            _allocate_logits_buffer(states, weight, ctx.chunk),
-        )
-        for inputs, result, *row_values in _split(
-            ctx.chunk, states, gradient, *rows, grad_log_probs, grad_entropy
-        ):
-            logits = _compute_logits_or_pass_states(inputs, weight, ctx.limit, buffer)
+        memory = _LogitsMemory(weight, ctx.limit, kept_logits)
+        chunks = _split(ctx.sizes, states, gradient, *rows, grad_log_probs, grad_entropy)
+        for number, (inputs, result, *row_values) in enumerate(chunks):
+            is_kept = kept_logits is not None and number == 0
+            logits = kept_logits if is_kept else memory.compute_logits(inputs)
             slopes = result if weight is None else None
-            for portion in _split_portions(logits, slopes, *row_values):
-                write(*portion)
+            _map_rows(_write_slopes, weight, logits, slopes, *row_values)
             if weight is not None:
                 torch.mm(logits, weight, out=result)
             if weight_gradient is not None:
@@ -163,7 +161,7 @@ class _LogProbsAndEntropies(torch.autograd.Function):
         return (
             gradient,
             weight_gradient and weight_gradient.compute_autograd_remainder(),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
@@ -192,20 +190,26 @@ class _WeightGradient:
         return torch.zeros_like(self._weight) if self._is_main else self._sum.to(self._weight.dtype)
 
 
-def _allocate_logits_buffer(states: Tensor, weight: Tensor | None, chunk: int) -> Tensor | None:
-    """Return the memory of a chunk's logits, one for all chunks; None without a weight."""
-    return None if weight is None else states.new_empty(min(chunk, len(states)), len(weight))
+class _LogitsMemory:
+    """The memory of a chunk's logits, which the next chunk takes over."""
 
+    def __init__(self, weight: Tensor | None, limit: int, memory: Tensor | None = None) -> None:
+        self._weight, self._limit, self._memory = weight, limit, memory
 
-def _compute_logits_or_pass_states(
-    states: Tensor, weight: Tensor | None, limit: int, buffer: Tensor | None
-) -> Tensor:
-    """Return the logits [n, v] of states [n, h], in the buffer; without a weight, the states themselves."""
-    if weight is None or buffer is None:
-        return states
-    logits = torch.mm(states, weight.t(), out=buffer[: len(states)])
-    mask_padding(logits, limit)
-    return logits
+    def compute_logits(self, states: Tensor) -> Tensor:
+        """Return the logits [n, v] of states [n, h]; without a weight, the states themselves."""
+        if self._weight is None:
+            return states
+        if self._memory is None or len(self._memory) < len(states):
+            self._memory = states.new_empty(len(states), len(self._weight))
+        logits = torch.mm(states, self._weight.t(), out=self._memory[: len(states)])
+        mask_padding(logits, self._limit)
+        return logits
+
+    def release(self) -> Tensor | None:
+        """Return the memory, which the next chunk does not take over."""
+        memory, self._memory = self._memory, None
+        return memory
 
 
 def _compute_softmax_partials(
@@ -223,8 +227,7 @@ def _compute_softmax_partials(
 def _write_slopes(
     logits: Tensor,
     result: Tensor | None,
-    column: Tensor,
-    is_local: Tensor,
+    label: Tensor,
     temperature: Tensor | None,
     norm: Tensor,
     entropy: Tensor,
@@ -233,25 +236,19 @@ def _write_slopes(
 ) -> None:
     """Write the gradient of the logits to `result`, or over the logits if it is None.
 
-    Never give the logits as `result`: torch.compile computes wrong gradients of two views of one memory.
+    `label` is -1 for a label that this rank has no logit of. Never give the logits as `result`:
+    torch.compile computes wrong gradients of two views of one memory.
     """
-
-    def compute_slope(x: Tensor) -> Tensor:
-        log_p = x - norm[:, None]
-        p = log_p.exp()
-        slope = -(p * grad_log_probs[:, None])
-        if grad_entropy is not None:
-            slope = slope - (log_p + entropy[:, None]) * grad_entropy[:, None] * p
-        return slope
-
-    x, label = _compute_scaled_logits(logits, temperature), column[:, None]
-    of_label = compute_slope(x.gather(1, label)) + (grad_log_probs * is_local)[:, None]
-    slope = compute_slope(x)
+    log_p = _compute_scaled_logits(logits, temperature) - norm[:, None]
+    p, upstream = log_p.exp(), grad_log_probs[:, None]
+    slope = -(p * upstream)
+    if grad_entropy is not None:
+        slope = slope - (log_p + entropy[:, None]) * grad_entropy[:, None] * p
+    is_label = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
+    slope = torch.where(is_label, slope + upstream, slope)
     if temperature is not None:
-        slope, of_label = slope / temperature[:, None], of_label / temperature[:, None]
-    target = logits if result is None else result
-    target.copy_(slope)
-    target.scatter_(1, label, of_label.to(target.dtype))
+        slope = slope / temperature[:, None]
+    (logits if result is None else result).copy_(slope)
 
 
 def _compute_scaled_logits(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -260,21 +257,47 @@ def _compute_scaled_logits(logits: Tensor, temperature: Tensor | None) -> Tensor
     return x if temperature is None else x / temperature[:, None]
 
 
-def _split_portions(logits: Tensor, *row_values: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    return _split(max(1, _PORTION_VALUES // logits.shape[1]), logits, *row_values)
+def _list_chunk_sizes(tokens: int, kept_tokens: int, chunk: int) -> list[int]:
+    """Return the number of tokens of each chunk, at least one chunk: the first of those that are kept."""
+    full, rest = divmod(tokens - kept_tokens, chunk)
+    sizes = [kept_tokens, *[chunk] * full, rest]
+    return [size for size in sizes if size] or [0]
 
 
-def _split(rows: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _map_rows(
+    function: Callable[..., Any], weight: Tensor | None, logits: Tensor, *row_values: Tensor | None
+) -> list[Any]:
+    """Return what `function` returns: for all rows, or for one portion of them after the other.
+
+    A GPU computes chunks in a compiled function, which makes no copies of the logits.
+    """
+    if _is_compiled(weight):
+        return [_compile(function)(logits, *row_values)]
+    rows = max(1, _PORTION_VALUES // logits.shape[1])
+    return [function(*portion) for portion in _split(rows, logits, *row_values)]
+
+
+def _is_compiled(weight: Tensor | None) -> bool:
+    return weight is not None and weight.device.type == "cuda"
+
+
+@functools.cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled once for any number of rows."""
+    compiled = torch.compile(function)
+
+    def run(*row_values: Tensor | None) -> Any:
+        for values in row_values:
+            if values is not None:
+                torch._dynamo.maybe_mark_dynamic(values, 0)
+        return compiled(*row_values)
+
+    return run
+
+
+def _split(rows: int | list[int], *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Return so many rows of each tensor at a time, once if there are none; None stays None."""
     return zip(*(repeat(None) if tensor is None else tensor.split(rows) for tensor in tensors), strict=False)
-
-
-def _compile_if_gpu_weight(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:
-    """Return the function, compiled where a GPU computes chunks: one kernel makes no copies of the logits."""
-    return _compile(function) if weight is not None and weight.device.type == "cuda" else function
-
-
-_compile = functools.cache(torch.compile)
 
 
 def _reduce_over_ranks(

@@ -17,7 +17,11 @@ from bundle.planning.head import ID_BYTES, HeadBytes
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.size import BF16, FP32
 from bundle.recipe import Recipe
-from bundle.recipe.loss_chunks import choose_loss_chunk, compute_local_vocab_size
+from bundle.recipe.loss_chunks import (
+    choose_loss_chunks,
+    compute_local_vocab_size,
+    count_microbatch_tokens,
+)
 from bundle.recipe.recipe import VisionSection as VisionSection
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
@@ -139,7 +143,7 @@ class LayerByteCounter:
         self.adapted_matrices = _find_adapted_matrices(recipe)
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
-        self.tokens = self.rows * recipe.micro_batch_full_rows
+        self.tokens = count_microbatch_tokens(recipe)
         self.stream_tokens = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_bytes = self.stream_tokens * recipe.architecture.hidden_size * self.saved.element_bytes
         self.head = HeadBytes(
@@ -148,7 +152,7 @@ class LayerByteCounter:
             size,
             recipe.architecture.hidden_size,
             compute_local_vocab_size(recipe),
-            choose_loss_chunk(recipe),
+            choose_loss_chunks(recipe),
             is_dpo=recipe.dpo is not None,
             is_frozen=recipe.model.lora is not None,
             is_fused=traits.fused_loss,

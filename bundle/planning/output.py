@@ -15,7 +15,7 @@ from bundle.planning.plan import Plan
 from bundle.planning.size import DiskUsage, ParametersAndForwardFlops
 from bundle.recipe import Recipe
 from bundle.recipe.completion import list_shown_settings
-from bundle.recipe.loss_chunks import choose_loss_chunk
+from bundle.recipe.loss_chunks import choose_loss_chunks, count_microbatch_tokens
 
 SCHEMA_VERSION = 1
 _LABEL_WIDTH = 13
@@ -44,7 +44,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": to_json_value(plan.peak)},
         "checkpoint": {"bytes": plan.checkpoint_bytes},
         "export": {"bytes": plan.export_bytes} if plan.export_bytes else None,
-        "loss": {"chunk_tokens": choose_loss_chunk(plan.recipe)},
+        "loss": _build_loss_json(plan.recipe),
         "balancing": _build_expert_balancing_json(plan.recipe),
         "stages": [_build_stage_json(chunks, memory) for chunks, memory in _pair_stages(plan)],
         "attention": to_json_value(plan.attention),
@@ -233,10 +233,20 @@ def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
         )
 
 
+def _build_loss_json(recipe: Recipe) -> dict[str, int | None]:
+    """Return how the loss takes the tokens of a micro-batch; None where megatron's own loss serves."""
+    chunks = choose_loss_chunks(recipe)
+    return {"kept_tokens": chunks and chunks.kept_tokens, "chunk_tokens": chunks and chunks.size}
+
+
 def _format_loss_chunk_size(recipe: Recipe) -> Iterator[str]:
-    """Yield how the loss takes its tokens, if not all at once."""
-    if (chunk := choose_loss_chunk(recipe)) is not None:
-        yield f"in chunks of {chunk:,} tokens: the backward pass computes their logits again, to save memory"
+    """Yield how the loss takes its tokens, if it computes the logits of some twice."""
+    chunks = choose_loss_chunks(recipe)
+    if chunks is not None and chunks.kept_tokens < count_microbatch_tokens(recipe):
+        yield (
+            f"the logits of {chunks.kept_tokens:,} tokens are kept for the backward pass; it computes those"
+            f" of the others again, {chunks.size:,} tokens at a time, to save memory"
+        )
 
 
 def _format_training_length(plan: Plan) -> str:

@@ -1,27 +1,53 @@
-"""Decides how many tokens the loss takes at a time, for the engine and for the memory estimate alike."""
+"""Decides how the loss takes a micro-batch's tokens, for the engine and for the memory estimate."""
+
+from typing import NamedTuple
 
 from bundle.architectures import pad_vocab_to_lcm
 from bundle.recipe.recipe import Recipe
 
-# The logits of a chunk, 512 MiB in bf16: wide enough for fast matrix products.
-_CHUNK_LOGITS = 1 << 28
-# The least logits of a micro-batch on a rank for which chunks are used: 4 GiB in bf16, and 8 more in fp32.
-_CHUNKING_THRESHOLD_LOGITS = 1 << 31
+# The logits of a chunk, 1 GiB in bf16: the gradient of a weight is read and written once for each chunk.
+_CHUNK_LOGITS = 1 << 29
+# The logits that are kept for the backward pass, 4 GiB in bf16.
+_KEPT_LOGITS = 1 << 31
+# The least logits of a micro-batch on a rank that are worth another way than megatron's own loss.
+_LEAST_LOGITS = 1 << 27
+_ALIGNMENT = 128  # rows that a matrix product takes at once
 
 
-def choose_loss_chunk(recipe: Recipe) -> int | None:
-    """Return the tokens of a chunk; None where a rank computes the logits of a micro-batch at once.
+class LossChunks(NamedTuple):
+    """The loss keeps the logits of the first `kept_tokens` tokens of a micro-batch for the backward pass.
 
-    Chunks cost one more matrix product in the backward pass, so that only many logits are worth it.
+    Of the other tokens it computes `size` at a time, in the backward pass again.
     """
+
+    kept_tokens: int
+    size: int
+
+
+def choose_loss_chunks(recipe: Recipe) -> LossChunks | None:
+    """Return how the loss takes tokens; None where a rank has so few logits that megatron's loss serves."""
     local_logits = compute_local_vocab_size(recipe)
-    tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_full_rows
-    return count_chunk_tokens(local_logits) if tokens * local_logits >= _CHUNKING_THRESHOLD_LOGITS else None
+    tokens = count_microbatch_tokens(recipe)
+    if tokens * local_logits < _LEAST_LOGITS:
+        return None
+    kept_tokens, size = (_count_tokens(logits, local_logits) for logits in (_KEPT_LOGITS, _CHUNK_LOGITS))
+    return LossChunks(min(tokens, kept_tokens), size)
+
+
+def count_microbatch_tokens(recipe: Recipe) -> int:
+    """Return the tokens of a micro-batch on a rank."""
+    return recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_full_rows
 
 
 def count_chunk_tokens(local_logits: int) -> int:
     """Return the tokens of a chunk on a rank that has so many logits of one token."""
-    return max(1, _CHUNK_LOGITS // local_logits)
+    return _count_tokens(_CHUNK_LOGITS, local_logits)
+
+
+def _count_tokens(logits: int, local_logits: int) -> int:
+    """Return the most tokens that have so many logits, as a multiple that products like."""
+    tokens = logits // local_logits
+    return max(1, tokens - tokens % _ALIGNMENT if tokens >= _ALIGNMENT else tokens)
 
 
 def compute_local_vocab_size(recipe: Recipe) -> int:

@@ -17,7 +17,7 @@ from tests.engine import detaching, experiments, oracle
 from tests.engine.cells import GROUPS
 
 TOKENS, ROWS, HIDDEN, VOCABULARY = 24, 2, 12, 77  # with four ranks the last has padding alone
-WIDTH, CHUNK = 128, 7
+WIDTH, CHUNK, KEPT = 128, 7, 11
 
 
 def share(bench: Bench, tp: int, *, sequence_parallel: bool) -> float:
@@ -44,7 +44,7 @@ def share(bench: Bench, tp: int, *, sequence_parallel: bool) -> float:
         bypass_head_and_report_weight(SimpleNamespace(output_layer=layer), weights.append)
         whole, _ = layer.forward(mine, weight=part, runtime_gather_output=None)
         limit = max(0, VOCABULARY - rank.rank * len(part))
-        seen = score_labels(whole, labels, rank.group, None, Head(weights[0], CHUNK, limit))
+        seen = score_labels(whole, labels, rank.group, None, Head(weights[0], CHUNK, limit, kept_tokens=KEPT))
         both = (seen.log_probs, seen.entropy)
         sum((x * y).sum() for x, y in zip(both, factors, strict=True)).backward()
     finally:
@@ -67,11 +67,13 @@ four = functools.partial(share, tp=4, sequence_parallel=True)
 
 
 def _in_chunks(function: Callable[[Bench], float]) -> Callable[[Bench], float]:
-    """The same with seven tokens in a chunk, of models that have about a hundred words."""
+    """The same with eleven tokens kept, and seven in a chunk, of models that have about a hundred words."""
 
     @functools.wraps(function)
     def run(bench: Bench) -> float:
-        with mock.patch.multiple(loss_chunks, _CHUNK_LOGITS=7 * 128, _CHUNKING_THRESHOLD_LOGITS=0):
+        with mock.patch.multiple(
+            loss_chunks, _CHUNK_LOGITS=CHUNK * WIDTH, _KEPT_LOGITS=KEPT * WIDTH, _LEAST_LOGITS=0
+        ):
             return function(bench)
 
     return run

@@ -1,5 +1,7 @@
 """In chunks of tokens, scores and gradients are those of float64 logits of all tokens at once."""
 
+import functools
+
 import pytest
 import torch
 
@@ -43,14 +45,16 @@ def close(seen, wanted, near=1e-5):
     return float((seen.detach().double() - wanted).abs().max()) <= near * max(1.0, float(wanted.abs().max()))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("portion", [1, 1 << 25], ids=["row by row", "at once"])
+@pytest.mark.parametrize("kept", [0, 1, 30, 1000])
 @pytest.mark.parametrize("chunk", [1, 10, 2 * S, 1000])
 @pytest.mark.parametrize(("scale", "near"), [(3.0, 1e-5), (1000.0, 3e-3)], ids=["usual", "large logits"])
-def test_values_and_gradients(monkeypatch, chunk, scale, near, portion):
+def test_values_and_gradients(monkeypatch, chunk, kept, scale, near, portion):
     monkeypatch.setattr(scores, "_PORTION_VALUES", portion)
     states, weight, labels = drawn(scale=scale)
     temperature = torch.linspace(0.4, 2.0, B * S).view(B, S)
-    seen = score_labels(states, labels, None, temperature, Head(weight, chunk, VOCABULARY))
+    seen = score_labels(states, labels, None, temperature, Head(weight, chunk, VOCABULARY, kept_tokens=kept))
     loss(seen, labels).backward()
     log_probs, entropy, *gradients = reference(states, weight, labels, temperature)
     assert close(seen.log_probs, log_probs) and close(seen.entropy, entropy, near)
@@ -60,12 +64,11 @@ def test_values_and_gradients(monkeypatch, chunk, scale, near, portion):
 
 def test_values_and_gradients_of_compiled_functions(monkeypatch):
     """As a GPU computes chunks, with the graphs of torch.compile but not its kernels."""
-    monkeypatch.setattr(
-        scores, "_compile_if_gpu_weight", lambda function, _: torch.compile(function, backend="aot_eager")
-    )
-    monkeypatch.setattr(scores, "_PORTION_VALUES", 7 * ROWS)
+    monkeypatch.setattr(scores, "_is_compiled", lambda weight: weight is not None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    scores._compile.cache_clear()
     states, weight, labels = drawn()
-    seen = score_labels(states, labels, None, None, Head(weight, 20, VOCABULARY))
+    seen = score_labels(states, labels, None, None, Head(weight, 20, VOCABULARY, kept_tokens=31))
     loss(seen, labels).backward()
     log_probs, entropy, *gradients = reference(states, weight, labels)
     assert close(seen.log_probs, log_probs) and close(seen.entropy, entropy)
@@ -145,6 +148,22 @@ def test_no_tensor_is_as_large_as_the_logits_of_all_tokens(monkeypatch, trains):
         if trains:
             (seen.log_probs.sum() + seen.entropy.sum()).backward()
     assert not largest.seen and ROWS > H
+
+
+def test_logits_are_kept_for_a_backward_pass_alone(monkeypatch):
+    monkeypatch.setattr(scores, "_PORTION_VALUES", ROWS)
+    states, weight, labels = drawn(torch.bfloat16, tokens=400)
+    with Largest(states.numel() + 1) as largest, torch.no_grad():
+        score_labels(states, labels, None, None, Head(weight, 8, VOCABULARY, kept_tokens=800))
+    assert not largest.seen and ROWS > H
+
+
+def test_gradients_over_kept_logits_are_computed_once():
+    states, weight, labels = drawn()
+    seen = score_labels(states, labels, None, None, Head(weight, 8, VOCABULARY, kept_tokens=9))
+    loss(seen, labels).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss(seen, labels).backward()
 
 
 @pytest.mark.world

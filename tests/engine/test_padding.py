@@ -9,16 +9,35 @@ import torch
 pytest.importorskip("megatron.core")
 from bundle.engine.losses import ModelLossComputer
 from bundle.engine.scores import mask_padding, score_labels
+from bundle.recipe.loss_chunks import LossChunks
 
 VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing else
 
 
-def tap(rank: int) -> ModelLossComputer:
-    model: Any = SimpleNamespace(compute_language_model_loss=None, post_process=False)
+def tap(rank: int, model: Any = None, chunks: LossChunks | None = None) -> ModelLossComputer:
+    model = model or SimpleNamespace(compute_language_model_loss=None, post_process=False)
     group: Any = SimpleNamespace(rank=lambda: rank)
     device = torch.device("cpu")
     return ModelLossComputer(
-        model, depths=0, mtp_loss_scale=0, vocabulary=VOCABULARY, chunk=None, tp_group=group, device=device
+        model, depths=0, mtp_loss_scale=0, vocabulary=VOCABULARY, chunks=chunks, tp_group=group, device=device
+    )
+
+
+def test_the_head_takes_tokens_as_the_recipe_chooses():
+    layer: Any = SimpleNamespace(weight=None, sequence_parallel=False)
+    model = SimpleNamespace(
+        compute_language_model_loss=None,
+        post_process=True,
+        output_layer=layer,
+        register_forward_pre_hook=lambda *_, **__: None,
+    )
+    computer = tap(1, model, LossChunks(kept_tokens=5, size=3))
+    layer.forward(torch.zeros(4, 1, 8), weight=torch.zeros(WIDTH, 8), runtime_gather_output=None)
+    assert computer._head is not None
+    assert (computer._head.kept_tokens, computer._head.chunk, computer._head.limit) == (
+        5,
+        3,
+        VOCABULARY - WIDTH,
     )
 
 

@@ -145,12 +145,16 @@ def test_sgd_without_momentum_is_refused_where_it_keeps_one():
 
 @pytest.mark.parametrize("adapters", [None, {"rank": 4, "alpha": 8, "targets": ["q_proj"]}])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_loss_in_chunks_keeps_its_input_and_computes_few_logits(tp, adapters):
-    length, hidden, vocabulary = 32768, 64, 151936
-    weight = torch.randn(vocabulary // tp, hidden, dtype=torch.bfloat16, requires_grad=adapters is None)
-    states = torch.randn(64, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
-    labels, head = torch.zeros(1, 64, dtype=torch.long), Head(weight, 16, vocabulary // tp)
-    seen = kept(lambda: score_labels(states, labels, None, None, head)) - weight.nbytes
+@pytest.mark.parametrize("length", [16384, 65536], ids=["all kept", "some kept"])
+def test_a_loss_of_many_logits_keeps_its_input_and_the_logits_of_first_tokens(length, tp, adapters):
+    hidden, vocabulary = 64, 76032
+    first, chunk = (logits * tp // vocabulary // 128 * 128 for logits in (2**31, 2**29))
+    first = min(first, length)
+    width, few_tokens = vocabulary // tp, 64
+    weight = torch.randn(width, hidden, dtype=torch.bfloat16, requires_grad=adapters is None)
+    states = torch.randn(few_tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels, head = torch.zeros(1, few_tokens, dtype=torch.long), Head(weight, 16, width, kept_tokens=24)
+    seen = kept(lambda: score_labels(states, labels, None, None, head)) - weight.nbytes - 24 * width * 2
     sections: dict[str, Any] = {
         "config": QWEN3 | {"max_position_embeddings": length},
         "model": {"lora": adapters},
@@ -162,19 +166,18 @@ def test_a_loss_in_chunks_keeps_its_input_and_computes_few_logits(tp, adapters):
         planned("h200", **sections | {"config": sections["config"] | {"vocab_size": size}})
         for size in (512, vocabulary)
     )
-    chunk = 2**28 * tp // vocabulary
     # With few words the loss keeps its softmax, and its input unless the weight is frozen.
     small = 512 // tp * 4 + (0 if adapters else hidden * 2 // tp)
     grows = many.memory[0].activations.saved - few.memory[0].activations.saved
-    assert grows == length * (seen // 64 - small)
-    # The logits of a chunk, the gradient of its input, the weight's of a chunk and of all.
-    weights = 0 if adapters else 2 * weight.nbytes
-    embedding = (
-        2 * length // tp * hidden * 2 if adapters else 0
-    )  # what the frozen one gives, and its gradient
-    assert many.memory[0].activations.transient == (
-        chunk * vocabulary // tp * 2 + length * hidden * 2 + weights + embedding
-    )
-    assert to_json(many)["loss"] == {"chunk_tokens": chunk} and to_json(few)["loss"] == {"chunk_tokens": None}
-    assert f"in chunks of {chunk:,} tokens" in to_text(many, "run", "starts")
-    assert "in chunks of" not in to_text(few, "run", "starts")
+    assert grows == length * (seen // few_tokens - small) + first * width * 2
+    # Forward the logits of a chunk; backward the gradient of the input, the weight's of a chunk and of all.
+    gradients = length * hidden * 2 + (0 if adapters else 2 * weight.nbytes)
+    # What a frozen embedding gives, and its gradient.
+    embedding = 2 * length // tp * hidden * 2 if adapters else 0
+    logits = min(chunk, length - first) * width * 2
+    assert many.memory[0].activations.transient == max(logits, gradients) + embedding
+    assert to_json(many)["loss"] == {"kept_tokens": first, "chunk_tokens": chunk}
+    assert to_json(few)["loss"] == {"kept_tokens": None, "chunk_tokens": None}
+    line = f"the logits of {first:,} tokens"
+    assert (line in to_text(many, "run", "starts")) == (first < length)
+    assert line not in to_text(few, "run", "starts")

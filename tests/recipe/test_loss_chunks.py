@@ -1,11 +1,11 @@
-"""The tokens of a chunk of the loss, by the words, the tokens and the ranks of a recipe."""
+"""The tokens whose logits are kept, and those of a chunk, by the words, tokens and ranks of a recipe."""
 
 import pytest
 
-from bundle.recipe.loss_chunks import choose_loss_chunk, compute_local_vocab_size
+from bundle.recipe.loss_chunks import choose_loss_chunks, compute_local_vocab_size
 from tests.planning.jobs import QWEN3, job
 
-WORDS = 151936  # of which 1,766 tokens have 2**28 logits
+WORDS = 151936  # of which 3,533 tokens have 2**29 logits, 14,134 have 2**31
 PACKED = {"packed": True}
 ROWS = {
     "source": "jsonl",
@@ -28,22 +28,26 @@ def of(length, words=WORDS, *, data=PACKED, rows=1, tp=1, cp=1, **sections):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "chunk"),
+    ("recipe", "chunks"),
     [
-        (of(14134), None),  # one token too few
-        (of(14135), 1766),
-        (of(16384, WORDS - 1), 1766),  # padded to as many
-        (of(32768, 32768), None),
-        (of(65536, 32768), 8192),
-        (of(28270, tp=2), 3533),
-        (of(28266, tp=2), None),
-        (of(32768, cp=2), 1766),
-        (of(28264, cp=2), None),
-        (of(4096, data=ROWS, rows=4, task="sft"), 1766),
-        (of(4096, data=ROWS, rows=2, task="dpo"), 1766),  # a pair has two rows
-        (of(4096, data=ROWS, rows=2, task="sft"), None),
+        (of(883), None),  # one token too few
+        (of(884), (884, 3456)),  # all are kept
+        (of(14081), (14080, 3456)),  # multiples of 128
+        (of(32768, WORDS - 1), (14080, 3456)),  # padded to as many
+        (of(4096, 32768), (4096, 16384)),
+        (of(65537, 32768), (65536, 16384)),
+        (of(30000, tp=2), (28160, 7040)),
+        (of(1766, tp=2), None),
+        (of(32768, cp=2), (14080, 3456)),
+        (of(1764, cp=2), None),
+        (of(4096, data=ROWS, rows=4, task="sft"), (14080, 3456)),
+        (of(4096, data=ROWS, rows=2, task="dpo"), (14080, 3456)),  # a pair has two rows
+        (of(4096, data=ROWS, rows=2, task="sft"), (8192, 3456)),
+        (of(128, 1 << 25), (64, 16)),  # fewer than 128 tokens are not rounded
     ],
 )
-def test_many_logits_are_computed_in_chunks(recipe, chunk):
-    assert choose_loss_chunk(recipe) == chunk
-    assert chunk is None or chunk * compute_local_vocab_size(recipe) <= 2**28
+def test_many_logits_are_kept_or_computed_in_chunks(recipe, chunks):
+    assert choose_loss_chunks(recipe) == chunks
+    if chunks is not None:
+        logits = compute_local_vocab_size(recipe)
+        assert chunks[0] * logits <= 2**31 and chunks[1] * logits <= 2**29
