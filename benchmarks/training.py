@@ -1,18 +1,20 @@
 """What the bundle's loop costs over a bare megatron-core loop with the same model, facade, DDP, optimizer.
 
-python -m benchmarks.training [--blocks N] [--steps N]
+python -m benchmarks.training [--blocks N] [--steps N] [--recipe RECIPE --backend cuda [--set KEY=VALUE ...]]
 
 Two equal models train in one process in turn, in blocks of A B B A: A through `training.loop` with its feed,
-loss sums, stop requests and metrics, B through a plain loop over megatron's schedule and optimizer. CPU time;
-the ratio is bare / bundle (1: nothing lost). A block's order cancels a drift, and the median over the blocks,
-with its 95 % lower bound from the order of the blocks alone, is not moved by the few that a neighbour on the
-same core disturbed: many short blocks say more than a few long ones, although each then ends with a report.
+loss sums, stop requests and metrics, B through a plain loop over megatron's schedule, loss and optimizer. On
+a CPU the CPU time is compared, on a GPU the time until the device has ended; the ratio is bare / bundle (1:
+nothing lost). A block's order cancels a drift, and the median over the blocks, with its 95 % lower bound from
+the order of the blocks alone, is not moved by the few that a neighbour on the same core disturbed: many short
+blocks say more than a few long ones, although each then ends with a report.
 """
 
 import argparse
 import gc
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -20,17 +22,17 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from bundle.planning import build_plan
-from bundle.recipe import Recipe, load
+from bundle.recipe import Recipe, load, loss_chunks
 from bundle.worker import prepare_runtime
 
-OVERRIDES = (
-    "parallel.ep=1",
-    "train.global_batch_size=8",
+DEMO = ("parallel.ep=1", "train.global_batch_size=8")
+ALIKE = (
     "train.eval_interval=0",
     "data.validation=0",
     "checkpoint.interval=0",
@@ -46,22 +48,32 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=100, help="blocks of A B B A, at least 20")
     parser.add_argument("--steps", type=int, default=1, help="steps of each A and B")
+    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
     chosen = parser.parse_args()
     if chosen.blocks < 20:
         parser.error("--blocks: the bound needs at least 20")
     torch.set_num_threads(1)
-    recipe = load("demo", (*OVERRIDES, f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}"))
-    runtime = prepare_runtime(build_plan(recipe, backend="cpu", per_node=1).patch_plan, "cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    steps = (f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}")
+    overrides = (*(DEMO if chosen.recipe == "demo" else ()), *ALIKE, *steps, *chosen.set)
+    plan = build_plan(load(chosen.recipe, overrides), backend=chosen.backend, per_node=1)
+    os.environ |= {variable.name: variable.value for variable in plan.environment}
+    runtime = prepare_runtime(plan.patch_plan, chosen.backend, plan.recipe)
+    device = runtime.select_device(0)
+    dist.init_process_group(runtime.collectives, store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as directory:
-        bundle, bare = arms(recipe, runtime, Path(directory))
-        bundle(), bare()  # warm up
-        seconds = measure(bundle, bare, chosen.blocks)
+        bundle, bare = build_loops(plan.recipe, runtime, device, Path(directory))
+        for _ in range(2):  # the first steps compile
+            bundle(), bare()
+        seconds = measure(bundle, bare, chosen.blocks, device)
     dist.destroy_process_group()
     print(json.dumps(report(seconds, chosen.steps), indent=2))
 
 
-def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+def build_loops(
+    recipe: Recipe, runtime: Any, device: torch.device, directory: Path
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """One block of each kind of training: (the bundle's, the bare one)."""
     from bundle import data
     from bundle.checkpoints.checkpoints import Checkpoints
@@ -78,12 +90,11 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.training import loop
     from bundle.training.loop import Batches, EarlyStopping
 
-    cpu = torch.device("cpu")
     with runtime.megatron_calls():
         state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     feed = data.Loader(recipe, data.prepare(recipe, directory), 0, 1)
-    batches = Batches(recipe, feed, state, cpu)
-    engine = Engine(recipe, runtime, state, cpu)
+    batches = Batches(recipe, feed, state, device)
+    engine = Engine(recipe, runtime, state, device)
     session = Session(
         recipe=recipe,
         engine=engine,
@@ -91,10 +102,10 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         checkpoints=Checkpoints(CheckpointDirectory(directory / "checkpoints"), engine, keep=1),
         watchdog=Watchdog(3600, directory, 0, 0),
         metrics=MetricsDispatcher([JsonLines(directory / "metrics.jsonl")]),
-        speed=Speed(recipe, "cpu", cpu, dp=1),
-        stragglers=Stragglers(0, cpu),
+        speed=Speed(recipe, device.type, device, dp=1),
+        stragglers=Stragglers(0, device),
         profiler=Profiler(recipe, directory / "profile", 0),
-        stop_request=StopRequest(cpu),
+        stop_request=StopRequest(device),
         progress=Progress(),
         identity={},
     )
@@ -104,25 +115,30 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         session.progress = Progress()
         loop.train(session, batches, EarlyStopping(None))
 
-    plain = Engine(recipe, runtime, state, cpu)
+    with mock.patch.object(loss_chunks, "_LEAST_LOGITS", math.inf):
+        plain = Engine(recipe, runtime, state, device)
     del plain.models[-1].compute_language_model_loss  # the bundle's tap: the bare loop has none
-    return bundle, lambda: bare(recipe, plain, feed)
+    return bundle, lambda: train_bare(recipe, plain, feed)
 
 
-def bare(recipe: Recipe, engine: Any, feed: Any) -> None:
+def train_bare(recipe: Recipe, engine: Any, feed: Any) -> None:
     """A plain megatron-core loop: the schedule, the optimizer, and the loss read once at the end."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     (model,) = engine.chunks
-    position_ids = torch.arange(recipe.data.sequence_length)[None]
+    device = engine.device
+    position_ids = torch.arange(recipe.data.sequence_length, device=device)[None]
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> Any:
         batch = next(iterator)
-        output = chunk(batch.ids, position_ids, None, labels=batch.labels, loss_mask=batch.loss_mask)
+        ids, labels, mask = (
+            tensor.to(device, non_blocking=True) for tensor in (batch.ids, batch.labels, batch.loss_mask)
+        )
+        output = chunk(ids, position_ids, None, labels=labels, loss_mask=mask)
 
         def loss(output: torch.Tensor) -> Any:
-            total = (output.float() * batch.loss_mask).sum()
-            return total, batch.loss_mask.sum().int(), {"loss": total.detach()}
+            total = (output.float() * mask).sum()
+            return total, mask.sum().int(), {"loss": total.detach()}
 
         return output, loss
 
@@ -146,20 +162,30 @@ def bare(recipe: Recipe, engine: Any, feed: Any) -> None:
     assert math.isfinite(float(losses[-1]["loss"]))
 
 
-def measure(a: Callable[[], None], b: Callable[[], None], blocks: int) -> list[tuple[float, float]]:
-    """CPU seconds of both arms in each block of A B B A."""
+def measure(
+    a: Callable[[], None], b: Callable[[], None], blocks: int, device: torch.device
+) -> list[tuple[float, float]]:
+    """Seconds of both loops in each block of A B B A: of the CPU, or on a GPU until the device has ended."""
 
-    def cpu_seconds(arm: Callable[[], None]) -> float:
-        gc.collect()  # else one arm pays for what the other left
-        before = time.process_time()
-        arm()
-        return time.process_time() - before
+    def measure_seconds(loop: Callable[[], None]) -> float:
+        gc.collect()  # else one loop pays for what the other left
+        before = read_clock(device)
+        loop()
+        return read_clock(device) - before
 
     seconds = []
     for _ in range(blocks):
-        first, second, third, fourth = (cpu_seconds(arm) for arm in (a, b, b, a))
+        first, second, third, fourth = (measure_seconds(loop) for loop in (a, b, b, a))
         seconds.append((first + fourth, second + third))
     return seconds
+
+
+def read_clock(device: torch.device) -> float:
+    """CPU seconds of this process; on a GPU seconds of the wall clock, once the device has ended."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def report(blocks: list[tuple[float, float]], steps: int) -> dict[str, float]:
@@ -167,8 +193,8 @@ def report(blocks: list[tuple[float, float]], steps: int) -> dict[str, float]:
     ratios = sorted(bare / ours for ours, bare in blocks)
     return {
         "blocks": len(blocks),
-        "bundle_cpu_seconds_per_step": round(statistics.median(a for a, _ in blocks) / (2 * steps), 4),
-        "bare_cpu_seconds_per_step": round(statistics.median(b for _, b in blocks) / (2 * steps), 4),
+        "bundle_seconds_per_step": round(statistics.median(a for a, _ in blocks) / (2 * steps), 4),
+        "bare_seconds_per_step": round(statistics.median(b for _, b in blocks) / (2 * steps), 4),
         "ratio": round(statistics.median(ratios), 4),
         "ratio_lower_95": round(ratios[bound(len(ratios))], 4),
     }
