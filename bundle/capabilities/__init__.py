@@ -143,10 +143,11 @@ class Fp8Scaling(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The highest rate of dense matrix products of a device, as its vendor publishes it."""
+    """The highest rates of a device, as its vendor publishes them: of dense matrix products and of memory."""
 
     device: str  # as its driver names it (hardware.Device.name)
     bf16: float  # FLOP/s
+    memory: float  # bytes/s, reads and writes together
     source: str
 
 

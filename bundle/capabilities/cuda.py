@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from bundle.recipe import Recipe
 
 _FP8_SUPPORT_SOURCE = "Transformer Engine's support matrix"
-_PEAK_FLOPS_SOURCE = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
+_PEAK_SOURCE = (
+    "FLOP/s: get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages; memory: the"
+    " SXM columns of comparisons of NVIDIA's data sheets"
+)
 
 TRANSFORMER_ENGINE_LAYER_TRAITS = LayerTraits(
     fused_norms=True,
@@ -186,10 +189,10 @@ CUDA = Capabilities(
         ),
     ),
     peaks=(
-        Peak("NVIDIA A100-SXM4-80GB", 312e12, _PEAK_FLOPS_SOURCE),
-        Peak("NVIDIA H100 80GB HBM3", 989e12, _PEAK_FLOPS_SOURCE),
-        Peak("NVIDIA H200", 989e12, _PEAK_FLOPS_SOURCE),
-        Peak("NVIDIA B200", 2.25e15, _PEAK_FLOPS_SOURCE),
+        Peak("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12, _PEAK_SOURCE),
+        Peak("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, _PEAK_SOURCE),
+        Peak("NVIDIA H200", 989e12, 4.8e12, _PEAK_SOURCE),
+        Peak("NVIDIA B200", 2.25e15, 8e12, _PEAK_SOURCE),
     ),
     environment=(
         EnvVariable(

@@ -47,14 +47,15 @@ class HeadBytes(NamedTuple):
 
         A preference's loss has its gradient there. What it computes at a time is no more than a workspace. In
         chunks: the logits of one chunk, which the backward pass computes in the memory of those that were
-        kept, and the gradient of all inputs. A trained weight adds the product of a chunk and the gradient
-        for autograd.
+        kept, and the gradient of all inputs. A trained weight adds the gradient for autograd and, unless
+        products are fused, the product of a chunk.
         """
         if not losses:
             return 0
         if self.chunks is not None:
             chunk = min(self.chunks.size, self.tokens - self.chunks.kept_tokens)
-            rows = self.tokens + (0 if self.is_frozen else 2 * self.local_logits)
+            weights = 0 if self.is_frozen else 1 if self.is_fused else 2
+            rows = self.tokens + weights * self.local_logits
             return self.element_bytes * max(chunk * self.local_logits, rows * self.hidden_size)
         plain_losses = losses - self.is_dpo
         copies = 0 if self.element_bytes == FP32 else plain_losses * self.element_bytes

@@ -14,8 +14,11 @@ from bundle.planning.activations import LayerByteCounter
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.size import BF16, FP32, LayerFlops, count_attention_pairs, list_layer_flops
 from bundle.recipe import Recipe
+from bundle.recipe.loss_chunks import choose_loss_chunks
 
-CALIBRATION_DEVICE_PEAK = 989e12  # FLOP/s of the measured devices, H100 and H200 (`capabilities.cuda`)
+# The published peaks (`capabilities.cuda`) of the devices that coefficients were measured on.
+CALIBRATION_FLOPS = 989e12  # FLOP/s of H100 and H200
+CALIBRATION_MEMORY = 4.8e12  # bytes/s of H200
 
 
 class Coefficient(NamedTuple):
@@ -35,7 +38,7 @@ COEFFICIENTS_BY_TERM = {
     "adapters": Coefficient(1.14, "times the time; Speed: adapters of gqa"),
     "memory": Coefficient(4e12, "bytes/s; Micro-batches: a copy on one H200"),
     "traffic": Coefficient(4, "times the bytes that a layer keeps; Micro-batches: Qwen3-1.7B"),
-    "logits": Coefficient(27, "bytes of each; The kernels of a step: LoRA"),
+    "logits": Coefficient(12, "bytes of each; The kernels of a step: experts"),
     "launch": Coefficient(50e-6, "s; Two H200s: `latent.yaml`, TP2 ETP1 EP2"),
     "layer_launches": Coefficient(100, "a micro-batch; Rollouts: updates of Qwen3-4B in packs of 2,048"),
     "expert_layer_launches": Coefficient(400, "a micro-batch; Micro-batches: `latent.yaml`, 2 and 8 rows"),
@@ -47,7 +50,7 @@ COEFFICIENTS_BY_TERM = {
     "host_link": Coefficient(50e9, "bytes/s of each device, an assumption about PCIe 5; not measured"),
 }
 MEASURED_EXPERTS_PER_RANK = 32  # experts of a layer on one rank in these rows
-LAUNCHES_PER_EXTRA_EXPERT = 8  # of one more: three products of two matrices, and two additions to gradients
+LAUNCHES_PER_EXTRA_EXPERT = 2  # of one more: the products of the gradients of two matrices
 OPTIMIZER_BYTES_PER_PARAMETER = (
     30  # of a parameter that the optimizer reads and writes: fp32 weight, gradient, two moments
 )
@@ -119,13 +122,14 @@ class _Step:
         plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"recompute": None})})
         self.bytes = LayerByteCounter(plain, devices.traits, devices.code)
         self.factor = 2 if recipe.model.lora else 3  # backward products of frozen weights: one, not two
-        scale = devices.peak.bf16 / CALIBRATION_DEVICE_PEAK if devices.peak else 1.0
+        scale = devices.peak.bf16 / CALIBRATION_FLOPS if devices.peak else 1.0
+        memory_scale = devices.peak.memory / CALIBRATION_MEMORY if devices.peak else 1.0
         self.products = (
             _get_coefficient("products") * (_get_coefficient("fp8") if recipe.model.fp8 else 1.0) * scale
         )
         self.attention, self.memory = (
             _get_coefficient("attention") * scale,
-            _get_coefficient("memory") * scale,
+            _get_coefficient("memory") * memory_scale,
         )
         kinds = [*recipe.architecture.moe_layer_pattern]
         kinds += kinds[-1:] * recipe.architecture.mtp_layers
@@ -167,12 +171,16 @@ class _Step:
         launches = total.launches * (1 + recomputed / 3) + _get_coefficient("other_launches")
         matrix = architecture.vocab_size * architecture.hidden_size / parallel.tp
         dense = total.dense_parameters
+        loss_chunks = choose_loss_chunks(self.recipe)
+        recomputed_tokens = self.bytes.tokens - loss_chunks.kept_tokens if loss_chunks else 0
         for chunk in chunks:
             dense += matrix * (chunk.embedding + chunk.has_mtp_embedding_copy)
             if chunk.head:
                 dense += matrix * (not architecture.tied_embeddings)
                 tokens, vocabulary = self.bytes.tokens * chunk.losses, architecture.vocab_size / parallel.tp
-                kernels += self.factor * 2 * matrix * tokens / self.products
+                kernels += (
+                    2 * matrix * (self.factor * tokens + recomputed_tokens * chunk.losses) / self.products
+                )
                 kernels += tokens * vocabulary * _get_coefficient("logits") / self.memory
             if parallel.pp > 1:
                 messages += 2 * self.bytes.stream_bytes / self._find_bandwidth("pp")

@@ -170,8 +170,8 @@ def test_a_loss_of_many_logits_keeps_its_input_and_the_logits_of_first_tokens(le
     small = 512 // tp * 4 + (0 if adapters else hidden * 2 // tp)
     grows = many.memory[0].activations.saved - few.memory[0].activations.saved
     assert grows == length * (seen // few_tokens - small) + first * width * 2
-    # Forward the logits of a chunk; backward the gradient of the input, the weight's of a chunk and of all.
-    gradients = length * hidden * 2 + (0 if adapters else 2 * weight.nbytes)
+    # Forward the logits of a chunk; backward the gradients of the input and the weight.
+    gradients = length * hidden * 2 + (0 if adapters else weight.nbytes)
     # What a frozen embedding gives, and its gradient.
     embedding = 2 * length // tp * hidden * 2 if adapters else 0
     logits = min(chunk, length - first) * width * 2
