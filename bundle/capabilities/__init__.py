@@ -147,7 +147,7 @@ class Peak(NamedTuple):
 
     device: str  # as its driver names it (hardware.Device.name)
     bf16: float  # FLOP/s
-    memory: float  # bytes/s, reads and writes together
+    memory_bandwidth: float  # bytes/s, reads and writes together
     source: str
 
 

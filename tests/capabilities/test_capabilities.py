@@ -21,6 +21,7 @@ HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 def test_the_rate_of_every_gpu_that_can_be_named_is_known(named):
     peak = CUDA.find_bf16_peak(build_preset(named).devices[0].name)
     assert peak is not None and 1e14 < peak.bf16 < 1e16 and peak.source
+    assert 1e12 < peak.memory_bandwidth < 1e13
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA", ""])

@@ -406,7 +406,12 @@ def test_the_size_of_the_model_and_the_work_of_a_step_are_shown(messages):
     assert said["step"] == {
         "tokens": 5120,
         "flops": flops,
-        "peak": {"device": "NVIDIA H200", "bf16": 989e12, "source": CUDA.peaks[0].source},
+        "peak": {
+            "device": "NVIDIA H200",
+            "bf16": 989e12,
+            "memory_bandwidth": 4.8e12,
+            "source": CUDA.peaks[0].source,
+        },
     }
     seconds, stored = flops / (8 * 989e12), parameters + 2 * 24 * 1024
     for section, values in (
