@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bundle.planning import build_plan
+from bundle.planning import Plan, build_plan
 from bundle.recipe import Recipe, load, loss_chunks
 from bundle.worker import prepare_runtime
 
@@ -58,10 +58,7 @@ def main() -> None:
     steps = (f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}")
     overrides = (*(DEMO if chosen.recipe == "demo" else ()), *ALIKE, *steps, *chosen.set)
     plan = build_plan(load(chosen.recipe, overrides), backend=chosen.backend, per_node=1)
-    os.environ |= {variable.name: variable.value for variable in plan.environment}
-    runtime = prepare_runtime(plan.patch_plan, chosen.backend, plan.recipe)
-    device = runtime.select_device(0)
-    dist.init_process_group(runtime.collectives, store=dist.HashStore(), rank=0, world_size=1)
+    runtime, device = start_process(plan)
     with tempfile.TemporaryDirectory() as directory:
         bundle, bare = build_loops(plan.recipe, runtime, device, Path(directory))
         for _ in range(2):  # the first steps compile
@@ -69,6 +66,15 @@ def main() -> None:
         seconds = measure(bundle, bare, chosen.blocks, device)
     dist.destroy_process_group()
     print(json.dumps(report(seconds, chosen.steps), indent=2))
+
+
+def start_process(plan: Plan) -> tuple[Any, torch.device]:
+    """Make this process the only rank of a plan; return the backend's runtime and the device."""
+    os.environ |= {variable.name: variable.value for variable in plan.environment}
+    runtime = prepare_runtime(plan.patch_plan, plan.hardware.backend, plan.recipe)
+    device: torch.device = runtime.select_device(0)
+    dist.init_process_group(runtime.collectives, store=dist.HashStore(), rank=0, world_size=1)
+    return runtime, device
 
 
 def build_loops(

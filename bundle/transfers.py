@@ -15,7 +15,10 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor for the host, which the device writes while the host goes on."""
+    """A copy of a tensor for the host.
+
+    A GPU writes it while the host goes on; other devices have written it when the copy has started.
+    """
 
     def __init__(self, values: Tensor) -> None:
         """Start the copy, behind everything that the device has been given."""

@@ -30,7 +30,7 @@ from bundle.recipe import load
 
 RECIPE = str(Path(__file__).parent / "latent.yaml")
 TOKENS, SEQUENCES, MICRO_BATCHES = 16384, (4, 64), 2
-STEPS, PAIRS, LIMIT = 8, 5, 0.03
+STEPS, PAIRS, LIMIT = 4, 10, 0.03
 PACKED = (
     "data.packed=true",
     f"data.sequence_length={TOKENS}",

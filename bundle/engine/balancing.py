@@ -30,6 +30,7 @@ from bundle.mcore.context import is_in_backward
 from bundle.mcore.groups import Groups, get_tp_cp_group
 from bundle.mcore.routers import RouterRows
 from bundle.recipe import Recipe
+from bundle.transfers import copy_to_device
 
 
 class RouterBalancer:
@@ -136,7 +137,7 @@ class RouterBalancer:
         padded = padding.total_rows_over_cp_ranks > padding.real_tokens or is_blank
         return RouterRows(
             to_router_rows(owner, part, parts),
-            torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),
+            copy_to_device(torch.tensor(lengths, dtype=torch.float32), packing.device),
             to_router_rows(~valid, part, parts) if padded else None,
         )
 

@@ -216,9 +216,9 @@ class Engine:
         self._reference = HostReference(self.models)
 
     def begin_loss_reduction(self) -> None:
-        """Exchange the losses that `take_losses` returns next, so that it waits for no later work.
+        """Exchange the losses that `take_losses` returns next, which then does not wait for later work.
 
-        All ranks call it. What runs afterwards makes the exchange void.
+        All ranks call it. A forward pass afterwards makes the exchange void.
         """
         self._tap.begin_reduction()
 

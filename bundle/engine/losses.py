@@ -22,7 +22,7 @@ from bundle.engine.scores import Head, Scores, mask_padding, score_labels
 from bundle.mcore.gpt import bypass_head_and_report_weight
 from bundle.mcore.groups import Groups, get_dp_cp_group
 from bundle.recipe.loss_chunks import LossChunks
-from bundle.transfers import HostCopy
+from bundle.transfers import HostCopy, copy_to_device
 
 if TYPE_CHECKING:
     from bundle.backends import AddGradient
@@ -105,7 +105,7 @@ def compute_factors(
     learned = torch.stack([one.learned_tokens for one in micro_batches]).sum()
     means = (
         torch.stack(sequences).sum() if sequences else None,
-        None if balanced is None else torch.tensor(balanced).to(learned.device, non_blocking=True),
+        None if balanced is None else copy_to_device(torch.tensor(balanced), learned.device),
     )
     if divisor is not None and sequences:
         raise ValueError("divisor: not allowed with means per sequence. Use mean=token.")

@@ -15,6 +15,7 @@ from bundle.architectures import Architecture
 from bundle.errors import JobFailed
 from bundle.mcore.context import ForcedRoutes
 from bundle.packing.packing import Packing
+from bundle.transfers import copy_to_device
 
 _EXPERT_NUMBER_DTYPES = (torch.uint8, torch.int16, torch.int32)
 
@@ -193,13 +194,13 @@ def build_forced_routes_with_padding(
         experts = to_router_rows(spread, part, parts)[:, None].expand(-1, len(layers), -1)
     else:
         columns = [routes.layers.index(layer) for layer in layers]
-        chosen = routes.experts[:, columns].to(packing.device, non_blocking=True)
+        chosen = copy_to_device(routes.experts[:, columns], packing.device)
         experts = to_router_rows(
             packing.pack_concatenated_tokens(chosen, fill=spread[:, :, None]), part, parts
         )
         rows = None
         if routes.free_mask is not None:
-            is_forced = ~routes.free_mask.to(packing.device, non_blocking=True)
+            is_forced = ~copy_to_device(routes.free_mask, packing.device)
             rows = to_router_rows(packing.pack_concatenated_tokens(is_forced, fill=True), part, parts)
     by_layer = experts.transpose(0, 1).contiguous()
     return ForcedRoutes(dict(zip(layers, by_layer, strict=True)), rows)

@@ -171,19 +171,19 @@ class _WeightGradient:
     Where megatron accumulates in float32, that is `main_grad`, and autograd adds zeros to it later.
     """
 
-    def __init__(self, weight: Tensor, add_product: "AddGradient | None") -> None:
+    def __init__(self, weight: Tensor, add_gradient: "AddGradient | None") -> None:
         main: Tensor | None = getattr(weight, "main_grad", None)
         self._is_main = main is not None and main.dtype is torch.float32
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._weight, self._add_product = weight, add_product
+        self._weight, self._add_gradient = weight, add_gradient
         self._sum = main if main is not None and self._is_main else torch.zeros_like(weight, dtype=dtype)
 
     def add(self, inputs: Tensor, gradients: Tensor) -> None:
         """Add the part of the tokens with these inputs [n, h] and gradients of their logits [n, v]."""
-        if self._add_product is None:
+        if self._add_gradient is None:
             self._sum += gradients.t() @ inputs
         else:
-            self._add_product(inputs, gradients, self._sum)
+            self._add_gradient(inputs, gradients, self._sum)
 
     def compute_autograd_remainder(self) -> Tensor:
         """Return what autograd adds to the gradient of the weight."""

@@ -254,8 +254,8 @@ class _AddedProduct(torch.autograd.Function):
     """The sum of an output [..., out] and the product of `low` [..., k] and the transposed `b` [out, k].
 
     One matrix product adds to the output's own memory, so that a large output is read and written once.
-    Autograd refuses to know of it (`mark_dirty`), because outputs of Transformer Engine are views. Nothing
-    else reads the output of the layer.
+    Autograd is not told of it: `mark_dirty` raises an error for views, which outputs of Transformer Engine
+    are. Nothing else reads the output of the layer.
     """
 
     @staticmethod
@@ -263,7 +263,7 @@ class _AddedProduct(torch.autograd.Function):
         ctx.save_for_backward(low, b)
         total = output.contiguous()
         total.flatten(0, -2).addmm_(low.flatten(0, -2), b.T)
-        return total.view_as(total)
+        return total.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]

@@ -21,6 +21,7 @@ from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.mcore import gpt
 from bundle.mcore.deepstack import Deepstack
 from bundle.packing.images import ImageInputs
+from bundle.transfers import copy_to_device
 
 
 class VisionTower(torch.nn.Module):
@@ -63,12 +64,12 @@ class VisionTower(torch.nn.Module):
         inputs = {"position_ids": vision_utils.get_vision_position_ids(grids, merge_size)}
         if hasattr(self.tower, "pos_embed"):
             inputs |= _compute_interpolation(vision_utils, self.tower, grids)
-        moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+        moved = {name: copy_to_device(value, device) for name, value in inputs.items()}
         if hasattr(self.tower, "window_size"):
             order, ends = vision_utils.get_vision_window_index(
                 grids, merge_size, self.tower.window_size, self.tower.patch_size
             )
-            moved |= {"window_index": order.to(device, non_blocking=True), "cu_window_seqlens": ends}
+            moved |= {"window_index": copy_to_device(order, device), "cu_window_seqlens": ends}
         return moved
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VisionTower":

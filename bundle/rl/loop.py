@@ -23,6 +23,7 @@ def train(trainer: "PolicyTrainer") -> None:
         if session.progress.step == rl.warm_start_steps:
             trainer.evaluate_and_write_metrics()
         is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_at_best_step
+        session.stop_request.begin_exchange()  # a signal may have come since the update
         session.save_if_due_or_preempted(is_last=session.has_finished_last_step, is_save_due=is_save_due)
 
     while not session.has_finished_last_step:
@@ -38,4 +39,5 @@ def train(trainer: "PolicyTrainer") -> None:
         is_save_due = session.is_due(recipe.checkpoint.interval, before) or (
             has_updated and trainer.is_at_best_step
         )
+        session.stop_request.begin_exchange()  # a signal may have come since the update
         session.save_if_due_or_preempted(is_last=session.has_finished_last_step, is_save_due=is_save_due)

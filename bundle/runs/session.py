@@ -105,8 +105,8 @@ class Session:
     ) -> StepResult:
         """Make one update: `learn` adds the gradients and returns sizes; `samples` are counted as read.
 
-        What the host reads after the update is exchanged before it: so the next step starts while the device
-        still updates weights. `is_reported`: whether `report_unreported_updates` follows.
+        Values that the host reads after the update are exchanged before it. So the next step starts while the
+        device still updates weights. `is_reported`: whether `report_unreported_updates` follows.
         Raise JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
         """
         progress = self.progress

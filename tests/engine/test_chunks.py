@@ -113,12 +113,12 @@ def test_a_product_that_adds_is_given_each_part_of_the_gradient():
     weight.main_grad = torch.full((ROWS, H), 7.5)
     parts = []
 
-    def add_product(inputs, gradients, total):
+    def add_gradient(inputs, gradients, total):
         parts.append(len(inputs))
         total += torch.einsum("nv,nh->vh", gradients, inputs)
 
     loss(
-        score_labels(states, labels, None, None, Head(weight, 20, VOCABULARY, add_product)), labels
+        score_labels(states, labels, None, None, Head(weight, 20, VOCABULARY, add_gradient)), labels
     ).backward()
     assert close(weight.main_grad - 7.5, reference(states, weight, labels)[3]) and not weight.grad.any()
     assert parts == [20, 20, 20, 14]

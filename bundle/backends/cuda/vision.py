@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bundle.transfers import copy_to_device
+
 
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], *, scale: float
@@ -42,4 +44,4 @@ def _build_attention(heads: int, head_width: int, scale: float) -> Any:
 def _to_device_boundaries(boundaries: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """Return the boundaries as the kernel reads them, and the length of the longest sequence."""
     ends = torch.tensor(boundaries, dtype=torch.int32)
-    return ends.to(device, non_blocking=True), int(ends.diff().max())
+    return copy_to_device(ends, device), int(ends.diff().max())

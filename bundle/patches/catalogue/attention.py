@@ -228,7 +228,7 @@ PATCHES = (
         id="packed-rotary-host-reads",
         replacements=(Replacement(_PACKED_ROTARY_TARGET, "attention:rotate_packed_by_gather"),),
         why=(
-            "If no single kernel computes rotary positions (latent attention without YaRN), every layer "
+            "If no fused kernel computes rotary positions (some latent attention), every layer "
             "copies the lengths of packed sequences to the host, twice. The layer then computes one "
             "sequence after the other. With many short sequences the GPU waits for the host."
         ),

@@ -1,0 +1,138 @@
+"""Each fused kernel of a backend on and off: the losses of 50 steps must be equal within `BOUND`.
+
+python -m benchmarks.gpu.switches [--only SWITCH...] [--steps N] [--recipe RECIPE] [--set KEY=VALUE ...]
+
+One process trains with everything that the plan chooses, one more does the same again, and one for each
+switch trains without it; all begin with the same weights and read the same data. Ends with 1 where a run
+fails or a loss of the main task or of MTP is further away than the bound.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training import start_process
+from bundle.planning import build_plan
+from bundle.recipe import load, loss_chunks
+
+BOUND = 0.05  # nats
+RECIPE = str(Path(__file__).parent / "latent.yaml")
+_ALIKE = ("train.micro_batch_size=8", "optimizer={lr: 1e-4, min_lr: 1e-4, warmup_steps: 0}")
+AGAIN = "nothing"  # off: the same run again
+
+
+def turn_field_off(name: str) -> Callable[[Any], None]:
+    """Return what sets a field of megatron's TransformerConfig to False."""
+
+    def change(runtime: Any) -> None:
+        build = runtime.build_config_options
+        runtime.build_config_options = lambda recipe: {**build(recipe), name: False}
+
+    return change
+
+
+def use_megatron_loss(_: Any) -> None:
+    """Let megatron compute the loss of all tokens at once."""
+    vars(loss_chunks)["_LEAST_LOGITS"] = math.inf
+
+
+def unset_grouped_launch(_: Any) -> None:
+    """Let Transformer Engine start the product of each expert by itself."""
+    os.environ.pop("NVTE_USE_CUTLASS_GROUPED_GEMM", None)
+
+
+SWITCHES: Mapping[str, Callable[[Any], None]] = {
+    AGAIN: lambda _: None,
+    "fused rotary positions": turn_field_off("apply_rope_fusion"),
+    "fused activation": turn_field_off("bias_activation_fusion"),
+    "gradients added in products": turn_field_off("gradient_accumulation_fusion"),
+    "fused sorting of tokens": turn_field_off("moe_permute_fusion"),
+    "kept logits": use_megatron_loss,
+    "experts in one launch": unset_grouped_launch,
+}
+
+
+def main() -> int:
+    """Print a row for each switch; return 1 where a run fails or leaves the first one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=list(SWITCHES), choices=list(SWITCHES))
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--recipe", default=RECIPE)
+    parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
+    parser.add_argument("--without", help="train without this switch in this process, and print its losses")
+    options = parser.parse_args()
+    if options.without is not None:
+        overrides = (*_ALIKE, f"train.steps={options.steps}", *options.set)
+        print(json.dumps(train(load(options.recipe, overrides), SWITCHES[options.without])))
+        return 0
+    reference = run(AGAIN, options)
+    is_right = reference is not None
+    print(f"| switched off | largest difference of a loss in {options.steps} steps | last losses |")
+    print("|---|---|---|", flush=True)
+    for name in options.only:
+        losses = run(name, options) if reference else None
+        if not reference or losses is None:
+            is_right = False
+            continue
+        gap = measure_gap(losses, reference)
+        is_right &= gap <= BOUND
+        print(f"| {name} | {gap:.4f} | {', '.join(f'{loss:.4f}' for loss in losses[-1])} |", flush=True)
+    return int(not is_right)
+
+
+def run(name: str, options: argparse.Namespace) -> list[list[float]] | None:
+    """Return the losses of each step without a switch, from a process of its own; None where it fails."""
+    command = [sys.executable, "-m", "benchmarks.gpu.switches", "--without", name]
+    command += ["--steps", str(options.steps), "--recipe", options.recipe]
+    command += [word for override in options.set for word in ("--set", override)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        print(f"FAILED without {name}:", ended.stderr[-2000:], sep="\n", flush=True)
+        return None
+    losses: list[list[float]] = json.loads(ended.stdout.splitlines()[-1])
+    return losses
+
+
+def train(recipe: Any, change: Callable[[Any], None]) -> list[list[float]]:
+    """Return the main loss and the MTP losses of each step, after a change of the runtime."""
+    plan = build_plan(recipe, per_node=1)
+    runtime, device = start_process(plan)
+    change(runtime)
+    from bundle import data
+    from bundle.engine import Engine
+    from bundle.mcore import groups
+    from bundle.training.loop import Batches
+
+    recipe, losses = plan.recipe, []
+    with tempfile.TemporaryDirectory() as directory:
+        with runtime.megatron_calls():
+            state = groups.create_model_parallel_groups(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
+        batches = Batches(
+            recipe, data.Loader(recipe, data.prepare(recipe, Path(directory)), 0, 1), state, device
+        )
+        engine = Engine(recipe, runtime, state, device)
+        for step in range(recipe.train.steps):
+            engine.forward_backward(batches.build_training_batches(step * recipe.train.global_batch_size))
+            engine.step_optimizer()
+            seen = engine.take_losses()
+            losses.append([seen.main, *seen.mtp])
+    return losses
+
+
+def measure_gap(losses: list[list[float]], reference: list[list[float]]) -> float:
+    """Return the largest difference of a loss in any step; infinity for a loss that is not a number."""
+    pairs = [pair for rows in zip(losses, reference, strict=True) for pair in zip(*rows, strict=True)]
+    return max(abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

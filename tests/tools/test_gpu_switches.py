@@ -1,0 +1,49 @@
+"""The benchmark of switches: what it turns off, and which losses are equal."""
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.gpu import switches
+from bundle.recipe import loss_chunks
+from tests.recipe.test_loss_chunks import of
+
+
+@pytest.mark.parametrize(
+    ("losses", "gap"),
+    [
+        ([[2.0, 1.0], [1.5, 0.5]], 0.0),
+        ([[2.0, 1.0], [1.5, 0.75]], 0.25),
+        ([[1.875, 1.0], [1.5, 0.5]], 0.125),
+        ([[2.0, math.nan], [1.5, 0.5]], math.inf),
+    ],
+)
+def test_a_gap_is_the_largest_of_all_losses_and_steps(losses, gap):
+    assert switches.measure_gap(losses, [[2.0, 1.0], [1.5, 0.5]]) == gap
+
+
+def test_a_field_is_turned_off_and_the_others_stay():
+    runtime = SimpleNamespace(build_config_options=lambda recipe: {"a": recipe, "b": True})
+    switches.turn_field_off("b")(runtime)
+    assert runtime.build_config_options("recipe") == {"a": "recipe", "b": False}
+
+
+def test_megatron_s_loss_takes_the_place_of_chunks(monkeypatch):
+    monkeypatch.setattr(loss_chunks, "_LEAST_LOGITS", loss_chunks._LEAST_LOGITS)
+    assert loss_chunks.choose_loss_chunks(of(8192)) is not None
+    switches.use_megatron_loss(None)
+    assert loss_chunks.choose_loss_chunks(of(8192)) is None
+
+
+@pytest.mark.processes
+def test_a_process_trains_and_prints_its_losses():
+    keys = ("parallel.ep=1", "data.validation=0", "train.global_batch_size=8")
+    command = [sys.executable, "-m", "benchmarks.gpu.switches", "--without", "nothing", "--recipe", "demo"]
+    command += ["--steps", "2", *(word for key in keys for word in ("--set", key))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    losses = json.loads(ended.stdout.splitlines()[-1])
+    assert len(losses) == 2 and all(len(row) == 2 and all(map(math.isfinite, row)) for row in losses)
