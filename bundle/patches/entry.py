@@ -29,6 +29,7 @@ IMPLICIT_EXTERNAL_FEATURES = (
 
 # word -> its meaning for a job
 FEATURES: dict[str, str] = {
+    "all-experts-on-each-rank": "experts that are not divided between ranks",
     "attention-flash": "core attention by a flash kernel",
     "attention-sinks": "learned attention sinks (softmax_type: learnable), as in gpt-oss",
     "batched-exchange": "pipeline stages exchange in batches (batch_p2p_comm)",

@@ -505,6 +505,7 @@ class Recipe(DerivedDefaultsSection):
             "cp": parallel.cp > 1,
             "ep": parallel.ep > 1,
             "etp-unlike-tp": moe and parallel.etp != parallel.tp,
+            "all-experts-on-each-rank": moe and parallel.ep * parallel.etp == 1,
             "dp": parallel.compute_dp(world) > 1,
             "bf16": model.dtype == "bf16",
             "fp8": model.fp8 is not None,

@@ -192,6 +192,22 @@ def detach_dispatcher_tensors(original: Function, self: Any, *args: Any, **kwarg
     return output
 
 
+@make_wrapper
+def skip_sort_of_sorted_tokens(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a step of `MoEAlltoAllTokenDispatcher` that does not sort tokens which are in order already.
+
+    If a rank has all experts, its tokens are in the order of experts before the step. The step sorts only
+    where the rank has several experts, so it is told of one.
+    """
+    if self.tp_size * self.ep_size > 1:
+        return original(self, *args, **kwargs)
+    count, self.num_local_experts = self.num_local_experts, 1
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.num_local_experts = count
+
+
 def _has_grad_fn(value: Any) -> bool:
     return torch.is_tensor(value) and value.grad_fn is not None
 

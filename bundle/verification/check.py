@@ -196,6 +196,9 @@ CHECKS_BY_PATCH_ID: dict[str, Check] = {  # by the patch's id
     "recompute-reclaim": build_check(  # layers whose input is still there
         "experts:count_unfreed_recompute_inputs", Gap(1.0), agreement=0.0
     ),
+    "sort-of-sorted-tokens": build_check(  # two sorts, of the layer's input and output
+        "experts:count_sorts_on_one_rank", Gap(2.0), agreement=1e-6
+    ),
     "router-replay": build_check(
         "experts:measure_router_replay_mismatch", Gap(0.1), agreement=0.0
     ),  # of the tokens go elsewhere

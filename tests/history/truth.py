@@ -84,6 +84,7 @@ PRESENT: dict[str, Criterion] = {
         _lacks(_PREDICTION, r"def _checkpointed_forward\([^)]*(padding_mask|\*\*kwargs)"),
     ),
     "recompute-reclaim": _always,
+    "sort-of-sorted-tokens": _has(f"{_MOE}.token_dispatcher", "def dispatch_postprocess"),
     "router-replay": _lacks(f"{_MOE}.router", "router_replay|routing_replay"),
     "router-replay-by-layer": _has(f"{_MOE}.router_replay", "class RouterReplay"),
     "native-replay-recompute": _has(f"{_MOE}.router_replay", "class RouterReplay"),

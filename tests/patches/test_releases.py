@@ -47,6 +47,7 @@ PRESENT = {
     "mtp-packed-full-recompute": [("0.16.0", "0.17.1")],
     "mtp-full-recompute": [("0.18.0", "0.18.2")],
     "recompute-reclaim": [("0.12.0", "0.19.2")],
+    "sort-of-sorted-tokens": [("0.13.0", "0.19.2")],
     "balancing-per-token-ranks": [("0.12.0", "0.18.2")],
     "balancing-mean-context-parallel": [("0.12.0", "0.15.3")],
     "balancing-per-token-rows": [("0.16.0", "0.18.2")],

@@ -151,6 +151,14 @@ CASES: list[tuple[str, str, str, Sequence[Edit] | None, Presence]] = [
     ("recompute-reclaim", "0.16.1", DISPATCHER, [("self.probs = probs", "self.probs = probs.detach()")], A),
     ("recompute-reclaim", "0.16.1", DISPATCHER, [("self.probs = probs", "setattr(self, 'probs', probs)")], U),
     # experts
+    (
+        "sort-of-sorted-tokens",
+        "0.16.1",
+        DISPATCHER,
+        [("if self.num_local_experts > 1:", "if self.num_local_experts > self.alone:")],
+        U,
+    ),
+    ("sort-of-sorted-tokens", "0.16.1", DISPATCHER, [("sort_chunks_by_idxs(", "reorder(")], U),
     ("cpu-moe-splits-on-host", "0.16.1", MOE, [("tensor.is_cuda", "tensor.device.type != 'cpu'")], U),
     (
         "router-without-te-gemm",

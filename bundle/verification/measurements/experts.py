@@ -1,8 +1,11 @@
 """Experts over ranks and their routers: balancing losses, counts, padding and replayed routes."""
 
+import inspect
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -151,6 +154,7 @@ def _draw_rows(bench: Bench, tokens: int) -> torch.Tensor:
 
 
 _FULL_RECOMPUTE = {"granularity": "full"}
+_SORTING_STEPS = ("dispatch_postprocess", "combine_preprocess")
 _TOKENS, _TOPK, _MICRO_BATCHES = 32, 2, 2
 
 
@@ -170,6 +174,24 @@ def count_unfreed_recompute_inputs(bench: Bench) -> float:
         if not inputs:
             return float("inf")
         return float(sum(reference() is not None for reference in inputs))
+
+
+def count_sorts_on_one_rank(bench: Bench) -> float:
+    """Return how often one rank with all experts sorts their tokens again, plus the gap to megatron's own.
+
+    The gap is that of loss and gradients to the same model with the functions that are not patched.
+    """
+    with bench.open_layout() as layout:
+        model, same = (layout.build_chunk(EXPERTS_CONFIG) for _ in range(2))
+        dispatcher = type(model.decoder.layers[-1].mlp.token_dispatcher)
+        originals = {name: inspect.unwrap(getattr(dispatcher, name)) for name in _SORTING_STEPS}
+        with mock.patch.multiple(dispatcher, **originals):
+            expected = layout.run_backward(model, [layout.build_two_rows()])
+        module = sys.modules[dispatcher.__module__]
+        sort = mock.Mock(side_effect=vars(module)["sort_chunks_by_idxs"])
+        with mock.patch.object(module, "sort_chunks_by_idxs", sort):
+            seen = layout.run_backward(same, [layout.build_two_rows()])
+    return sort.call_count + measure_gap(seen, expected)
 
 
 def measure_router_replay_mismatch(bench: Bench) -> float:
