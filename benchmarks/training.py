@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from bundle.planning import Plan, build_plan
 from bundle.recipe import Recipe, load, loss_chunks
+from bundle.transfers import copy_to_device
 from bundle.worker import prepare_runtime
 
 DEMO = ("parallel.ep=1", "train.global_batch_size=8")
@@ -138,7 +139,7 @@ def train_bare(recipe: Recipe, engine: Any, feed: Any) -> None:
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> Any:
         batch = next(iterator)
         ids, labels, mask = (
-            tensor.to(device, non_blocking=True) for tensor in (batch.ids, batch.labels, batch.loss_mask)
+            copy_to_device(tensor, device) for tensor in (batch.ids, batch.labels, batch.loss_mask)
         )
         output = chunk(ids, position_ids, None, labels=labels, loss_mask=mask)
 

@@ -29,13 +29,26 @@ AGAIN = "nothing"  # off: the same run again
 
 
 def turn_field_off(name: str) -> Callable[[Any], None]:
-    """Return what sets a field of megatron's TransformerConfig to False."""
+    """Return what sets a field of megatron's TransformerConfig to False; it exits if the field is not set."""
 
     def change(runtime: Any) -> None:
         build = runtime.build_config_options
-        runtime.build_config_options = lambda recipe: {**build(recipe), name: False}
+
+        def build_without(recipe: Any) -> dict[str, Any]:
+            options = build(recipe)
+            if not options.get(name):
+                sys.exit(f"{name} is off in this plan")
+            return {**options, name: False}
+
+        runtime.build_config_options = build_without
 
     return change
+
+
+def add_gradients_apart(runtime: Any) -> None:
+    """Let every layer, and the head, compute a weight's gradient before it is added to the others."""
+    turn_field_off("gradient_accumulation_fusion")(runtime)
+    type(runtime).add_weight_gradient = None
 
 
 def use_megatron_loss(_: Any) -> None:
@@ -45,14 +58,15 @@ def use_megatron_loss(_: Any) -> None:
 
 def unset_grouped_launch(_: Any) -> None:
     """Let Transformer Engine start the product of each expert by itself."""
-    os.environ.pop("NVTE_USE_CUTLASS_GROUPED_GEMM", None)
+    if os.environ.pop("NVTE_USE_CUTLASS_GROUPED_GEMM", None) is None:
+        sys.exit("NVTE_USE_CUTLASS_GROUPED_GEMM is not set by this plan")
 
 
 SWITCHES: Mapping[str, Callable[[Any], None]] = {
     AGAIN: lambda _: None,
     "fused rotary positions": turn_field_off("apply_rope_fusion"),
     "fused activation": turn_field_off("bias_activation_fusion"),
-    "gradients added in products": turn_field_off("gradient_accumulation_fusion"),
+    "gradients added in products": add_gradients_apart,
     "fused sorting of tokens": turn_field_off("moe_permute_fusion"),
     "kept logits": use_megatron_loss,
     "experts in one launch": unset_grouped_launch,
@@ -75,12 +89,14 @@ def main() -> int:
         print(json.dumps(train(load(options.recipe, overrides), SWITCHES[options.without])))
         return 0
     reference = run(AGAIN, options)
-    is_right = reference is not None
+    if reference is None:
+        return 1
+    is_right = True
     print(f"| switched off | largest difference of a loss in {options.steps} steps | last losses |")
     print("|---|---|---|", flush=True)
     for name in options.only:
-        losses = run(name, options) if reference else None
-        if not reference or losses is None:
+        losses = run(name, options)
+        if losses is None:
             is_right = False
             continue
         gap = measure_gap(losses, reference)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.engine.scores import Head, score_labels
-from bundle.recipe import loss_chunks
 
 TOKENS, WORDS, HIDDEN = 32768, 151936, 4096
+CHUNK = 3456  # that a plan chooses for so many words
 WARM, REPEATS = 2, 7  # the first ones compile
 SHARE = 1 / 8  # of the memory of all tokens at once
 NEAR = 0.02  # of the largest gradient, in bf16
@@ -51,9 +51,10 @@ def at_once(x: Inputs) -> Tensor:
     return score_labels(x.states @ x.weight.t(), x.labels, None).log_probs
 
 
-def in_chunks(x: Inputs, chunk: int) -> Tensor:
-    """The log-probabilities, from the logits of a chunk at a time."""
-    return score_labels(x.states, x.labels, None, None, Head(x.weight, chunk, len(x.weight))).log_probs
+def in_chunks(x: Inputs, chunk: int, kept_tokens: int = 0) -> Tensor:
+    """The log-probabilities, from the logits of a chunk at a time; those of the first tokens are kept."""
+    head = Head(x.weight, chunk, len(x.weight), kept_tokens=kept_tokens)
+    return score_labels(x.states, x.labels, None, None, head).log_probs
 
 
 def by_megatron(x: Inputs) -> Tensor:
@@ -143,7 +144,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--words", type=int, default=WORDS)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
-    parser.add_argument("--chunk", type=int, help="tokens of a chunk; by default those that a plan chooses")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a chunk")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group(
@@ -156,19 +157,19 @@ def main() -> int:
         torch.randint(options.words, (1, options.tokens), device=device),
     )
     vars(x.weight)["main_grad"] = torch.zeros(x.weight.shape, device=device)
-    chunk = options.chunk or loss_chunks.count_chunk_tokens(options.words)
-    chunks = partial(in_chunks, chunk=chunk)
+    chunk: int = options.chunk
+    chunks, kept = (partial(in_chunks, chunk=chunk, kept_tokens=tokens) for tokens in (0, 4 * chunk))
     losses: dict[str, Loss] = {"at once": at_once, f"chunks of {chunk}": chunks, "megatron": by_megatron}
     costs = {name: measure(partial(evaluate, loss, x), device) for name, loss in losses.items()}
     show("log-probabilities", costs)
-    trained = {
-        name: measure(partial(train, loss, x), device) for name, loss in (losses | find_liger()).items()
-    }
+    ways = losses | {f"{4 * chunk} kept": kept} | find_liger()
+    trained = {name: measure(partial(train, loss, x), device) for name, loss in ways.items()}
     show("loss and gradients", trained)
     few = x._replace(
         states=x.states.detach()[: 2 * chunk + 1].requires_grad_(), labels=x.labels[:, : 2 * chunk + 1]
     )
-    far = distance(chunks, at_once, few)
+    some_kept = partial(in_chunks, chunk=chunk, kept_tokens=chunk)
+    far = max(distance(way, at_once, few) for way in (chunks, some_kept))
     whole, part, *_ = costs.values()
     claims = {f"gradients within {far:.1e} of those at once": far <= NEAR}
     if device.type == "cuda" and whole is not None and part is not None:

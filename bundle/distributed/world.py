@@ -183,7 +183,7 @@ class StopRequest:
         self.is_requested = self.is_requested or outcomes.is_stop_requested()
 
     def begin_exchange(self) -> None:
-        """Exchange what `agree_to_stop` returns next, which then does not wait for later work of the device.
+        """Exchange what `agree_to_stop` returns next. That call does not wait for later work of the device.
 
         A collective.
         """

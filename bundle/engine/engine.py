@@ -216,7 +216,7 @@ class Engine:
         self._reference = HostReference(self.models)
 
     def begin_loss_reduction(self) -> None:
-        """Exchange the losses that `take_losses` returns next, which then does not wait for later work.
+        """Exchange the losses that `take_losses` returns next. That call does not wait for later work.
 
         All ranks call it. A forward pass afterwards makes the exchange void.
         """

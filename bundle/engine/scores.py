@@ -258,7 +258,10 @@ def _compute_scaled_logits(logits: Tensor, temperature: Tensor | None) -> Tensor
 
 
 def _list_chunk_sizes(tokens: int, kept_tokens: int, chunk: int) -> list[int]:
-    """Return the number of tokens of each chunk, at least one chunk: the first of those that are kept."""
+    """Return the number of tokens of each chunk. The first chunk holds the kept tokens, if any.
+
+    There is at least one chunk.
+    """
     full, rest = divmod(tokens - kept_tokens, chunk)
     sizes = [kept_tokens, *[chunk] * full, rest]
     return [size for size in sizes if size] or [0]
@@ -283,7 +286,7 @@ def _is_compiled(weight: Tensor | None) -> bool:
 
 @functools.cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled once for any number of rows."""
+    """Return the function, compiled once for all numbers of rows above 1."""
     compiled = torch.compile(function)
 
     def run(*row_values: Tensor | None) -> Any:

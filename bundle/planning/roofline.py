@@ -38,7 +38,7 @@ COEFFICIENTS_BY_TERM = {
     "adapters": Coefficient(1.14, "times the time; Speed: adapters of gqa"),
     "memory": Coefficient(4e12, "bytes/s; Micro-batches: a copy on one H200"),
     "traffic": Coefficient(4, "times the bytes that a layer keeps; Micro-batches: Qwen3-1.7B"),
-    "logits": Coefficient(12, "bytes of each; Large vocabularies: the loss of experts"),
+    "logits": Coefficient(9, "bytes of each; Large vocabularies: the loss of experts"),
     "launch": Coefficient(50e-6, "s; Two H200s: `latent.yaml`, TP2 ETP1 EP2"),
     "layer_launches": Coefficient(100, "a micro-batch; Rollouts: updates of Qwen3-4B in packs of 2,048"),
     "expert_layer_launches": Coefficient(400, "a micro-batch; Micro-batches: `latent.yaml`, 2 and 8 rows"),

@@ -7,7 +7,7 @@ from bundle.recipe.recipe import Recipe
 
 # The logits of a chunk, 1 GiB in bf16: the gradient of a weight is read and written once for each chunk.
 _CHUNK_LOGITS = 1 << 29
-# The logits that are kept for the backward pass, 4 GiB in bf16.
+# The logits that all losses of a micro-batch together keep for the backward pass, 4 GiB in bf16.
 _KEPT_LOGITS = 1 << 31
 # The least logits of a micro-batch on a rank that are worth another way than megatron's own loss.
 _LEAST_LOGITS = 1 << 27
@@ -15,9 +15,9 @@ _ALIGNMENT = 128  # rows that a matrix product takes at once
 
 
 class LossChunks(NamedTuple):
-    """The loss keeps the logits of the first `kept_tokens` tokens of a micro-batch for the backward pass.
+    """Each loss keeps the logits of the first `kept_tokens` tokens of a micro-batch for the backward pass.
 
-    Of the other tokens it computes `size` at a time, in the backward pass again.
+    It computes the others `size` at a time, and again in the backward pass.
     """
 
     kept_tokens: int
@@ -30,8 +30,9 @@ def choose_loss_chunks(recipe: Recipe) -> LossChunks | None:
     tokens = count_microbatch_tokens(recipe)
     if tokens * local_logits < _LEAST_LOGITS:
         return None
-    kept_tokens, size = (_count_tokens(logits, local_logits) for logits in (_KEPT_LOGITS, _CHUNK_LOGITS))
-    return LossChunks(min(tokens, kept_tokens), size)
+    losses = 1 + recipe.architecture.mtp_layers
+    kept_tokens = _count_tokens(_KEPT_LOGITS // losses, local_logits)
+    return LossChunks(min(tokens, kept_tokens), _count_tokens(_CHUNK_LOGITS, local_logits))
 
 
 def count_microbatch_tokens(recipe: Recipe) -> int:
@@ -39,13 +40,8 @@ def count_microbatch_tokens(recipe: Recipe) -> int:
     return recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_full_rows
 
 
-def count_chunk_tokens(local_logits: int) -> int:
-    """Return the tokens of a chunk on a rank that has so many logits of one token."""
-    return _count_tokens(_CHUNK_LOGITS, local_logits)
-
-
 def _count_tokens(logits: int, local_logits: int) -> int:
-    """Return the most tokens that have so many logits, as a multiple that products like."""
+    """Return the most tokens that have so many logits; of many, rounded down to a multiple of 128."""
     tokens = logits // local_logits
     return max(1, tokens - tokens % _ALIGNMENT if tokens >= _ALIGNMENT else tokens)
 

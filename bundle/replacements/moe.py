@@ -197,7 +197,7 @@ def skip_sort_of_sorted_tokens(original: Function, self: Any, *args: Any, **kwar
     """Return a step of `MoEAlltoAllTokenDispatcher` that does not sort tokens which are in order already.
 
     If a rank has all experts, its tokens are in the order of experts before the step. The step sorts only
-    where the rank has several experts, so it is told of one.
+    where `num_local_experts` is above 1, so the wrapper sets it to 1 for the step.
     """
     if self.tp_size * self.ep_size > 1:
         return original(self, *args, **kwargs)

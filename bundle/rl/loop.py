@@ -22,8 +22,8 @@ def train(trainer: "PolicyTrainer") -> None:
             session.report_unreported_updates(warm_start_result)
         if session.progress.step == rl.warm_start_steps:
             trainer.evaluate_and_write_metrics()
+            session.stop_request.begin_exchange()  # a signal may have come in the meantime
         is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_at_best_step
-        session.stop_request.begin_exchange()  # a signal may have come since the update
         session.save_if_due_or_preempted(is_last=session.has_finished_last_step, is_save_due=is_save_due)
 
     while not session.has_finished_last_step:
@@ -39,5 +39,5 @@ def train(trainer: "PolicyTrainer") -> None:
         is_save_due = session.is_due(recipe.checkpoint.interval, before) or (
             has_updated and trainer.is_at_best_step
         )
-        session.stop_request.begin_exchange()  # a signal may have come since the update
+        session.stop_request.begin_exchange()  # a signal may have come since the last update
         session.save_if_due_or_preempted(is_last=session.has_finished_last_step, is_save_due=is_save_due)

@@ -16,10 +16,13 @@ ROWS = {
 }
 
 
-def of(length, words=WORDS, *, data=PACKED, rows=1, tp=1, cp=1, **sections):
+def of(length, words=WORDS, *, data=PACKED, rows=1, tp=1, cp=1, model_changes=None, **sections):
     return job(
         QWEN3,
-        model={"config": QWEN3 | {"vocab_size": words, "max_position_embeddings": length}},
+        model={
+            "config": QWEN3 | {"vocab_size": words, "max_position_embeddings": length},
+            **(model_changes or {}),
+        },
         data=data | {"sequence_length": length},
         train={"micro_batch_size": rows, "global_batch_size": rows},
         parallel={"tp": tp, "cp": cp, "sequence_parallel": tp > 1},
@@ -51,3 +54,8 @@ def test_many_logits_are_kept_or_computed_in_chunks(recipe, chunks):
     if chunks is not None:
         logits = compute_local_vocab_size(recipe)
         assert chunks[0] * logits <= 2**31 and chunks[1] * logits <= 2**29
+
+
+def test_losses_of_several_depths_share_what_is_kept():
+    both = choose_loss_chunks(of(32768, model_changes={"mtp": {"layers": 1}}))
+    assert both == (7040, 3456)

@@ -30,6 +30,9 @@ def test_a_field_is_turned_off_and_the_others_stay():
     runtime = SimpleNamespace(build_config_options=lambda recipe: {"a": recipe, "b": True})
     switches.turn_field_off("b")(runtime)
     assert runtime.build_config_options("recipe") == {"a": "recipe", "b": False}
+    switches.turn_field_off("c")(runtime)
+    with pytest.raises(SystemExit, match="c is off"):
+        runtime.build_config_options("recipe")
 
 
 def test_megatron_s_loss_takes_the_place_of_chunks(monkeypatch):
