@@ -2,7 +2,7 @@
 
 import ast
 
-from bundle.patches.catalogue import mtp
+from bundle.patches.catalogue import mtp, router
 from bundle.patches.definitions import Definition, EvidenceDefinitions
 from bundle.patches.entry import (
     NO_CALLER_ASSUMPTION,
@@ -28,7 +28,6 @@ _MTP_CHECKPOINT_TARGETS = (
     mtp.ROLL_TENSOR,
 )
 _GLOBAL_TP_GROUP_EXPRESSION = "parallel_state.get_tensor_model_parallel_group()"
-_ALLTOALL_DISPATCHER_CLASS = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
 @detect_in_definitions(mtp.LAYER_FORWARD, optional=(_MTP_LAYER_CHECKPOINTED_FORWARD,))
@@ -59,7 +58,7 @@ def _passes_unaccepted_padding_mask(forward: Definition, checkpointed: Definitio
     return Presence.from_bool("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
 
-@detect_in_definitions(_ALLTOALL_DISPATCHER_CLASS)
+@detect_in_definitions(router.ALLTOALL_DISPATCHER_CLASS)
 def _detect_attached_probabilities(dispatcher: Definition) -> Presence:
     """Return whether the dispatcher keeps the router's probabilities with their autograd graph."""
     assignment = "self.probs = probs"

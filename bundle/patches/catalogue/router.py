@@ -23,10 +23,10 @@ _MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _MOVE_TENSOR_TO_CPU_TARGET = f"{_MOE_UTILS_MODULE}:maybe_move_tensor_to_cpu"
 _MOE_UTILS_TE_GEMM_TARGET = f"{_MOE_UTILS_MODULE}:te_general_gemm"
 _GATING_LINEAR_FORWARD = f"{_MOE_UTILS_MODULE}:RouterGatingLinearFunction.forward"
-_ALLTOALL_DISPATCHER_CLASS = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+ALLTOALL_DISPATCHER_CLASS = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _SORTING_STEPS = (
-    f"{_ALLTOALL_DISPATCHER_CLASS}.dispatch_postprocess",
-    f"{_ALLTOALL_DISPATCHER_CLASS}.combine_preprocess",
+    f"{ALLTOALL_DISPATCHER_CLASS}.dispatch_postprocess",
+    f"{ALLTOALL_DISPATCHER_CLASS}.combine_preprocess",
 )
 
 
@@ -89,7 +89,7 @@ def _needs_transformer_engine(source: EvidenceDefinitions) -> Presence:
     return Presence.from_matches(read and not assignments, absent=assignments)
 
 
-@detect_in_definitions(optional=(f"{_ALLTOALL_DISPATCHER_CLASS}.token_permutation", *_SORTING_STEPS))
+@detect_in_definitions(optional=(f"{ALLTOALL_DISPATCHER_CLASS}.token_permutation", *_SORTING_STEPS))
 def _sorts_sorted_tokens(permutation: Definition | None, *steps: Definition | None) -> Presence:
     """Return whether the number of a rank's experts alone decides that a step sorts its tokens again.
 
