@@ -1,10 +1,11 @@
 """Each fused kernel of a backend on and off: the losses of 50 steps must be equal within `BOUND`.
 
-python -m benchmarks.gpu.switches [--only SWITCH...] [--steps N] [--recipe RECIPE] [--set KEY=VALUE ...]
+python -m benchmarks.gpu.switches [--only SWITCH...] [--steps N] [--at-once N] [--recipe RECIPE] [--set ...]
 
 One process trains with everything that the plan chooses, one more does the same again, and one for each
-switch trains without it; all begin with the same weights and read the same data. Ends with 1 where a run
-fails or a loss of the main task or of MTP is further away than the bound.
+switch trains without it; all begin with the same weights and read the same data. `--at-once` of them share
+the device. The learning rate is small: with a large one, the same run differs from itself by more than the
+bound. Ends with 1 where a run fails or a loss of the main task or of MTP is further away than the bound.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,11 @@ from bundle.recipe import load, loss_chunks
 
 BOUND = 0.05  # nats
 RECIPE = str(Path(__file__).parent / "latent.yaml")
-_ALIKE = ("train.micro_batch_size=8", "optimizer={lr: 1e-4, min_lr: 1e-4, warmup_steps: 0}")
+_ALIKE = (
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "optimizer={lr: 2e-5, min_lr: 2e-5, warmup_steps: 0}",
+)
 AGAIN = "nothing"  # off: the same run again
 
 
@@ -80,6 +87,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", default=list(SWITCHES), choices=list(SWITCHES))
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="processes that share the device")
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
     parser.add_argument("--without", help="train without this switch in this process, and print its losses")
@@ -88,20 +96,21 @@ def main() -> int:
         overrides = (*_ALIKE, f"train.steps={options.steps}", *options.set)
         print(json.dumps(train(load(options.recipe, overrides), SWITCHES[options.without])))
         return 0
-    reference = run(AGAIN, options)
-    if reference is None:
-        return 1
-    is_right = True
     print(f"| switched off | largest difference of a loss in {options.steps} steps | last losses |")
     print("|---|---|---|", flush=True)
-    for name in options.only:
-        losses = run(name, options)
-        if losses is None:
-            is_right = False
-            continue
-        gap = measure_gap(losses, reference)
-        is_right &= gap <= BOUND
-        print(f"| {name} | {gap:.4f} | {', '.join(f'{loss:.4f}' for loss in losses[-1])} |", flush=True)
+    is_right = True
+    with ThreadPoolExecutor(options.at_once) as pool:
+        runs = pool.map(partial(run, options=options), (AGAIN, *options.only))
+        reference = next(runs)
+        if reference is None:
+            return 1
+        for name, losses in zip(options.only, runs, strict=True):
+            if losses is None:
+                is_right = False
+                continue
+            gap = measure_gap(losses, reference)
+            is_right &= gap <= BOUND
+            print(f"| {name} | {gap:.4f} | {', '.join(f'{loss:.4f}' for loss in losses[-1])} |", flush=True)
     return int(not is_right)
 
 
