@@ -16,6 +16,7 @@ from bundle.planning.layout import build_rank_layout, can_lay_out
 from bundle.planning.memory import HEADROOM, find_device_or_host_memory
 from bundle.planning.micro_batch import list_sizes
 from bundle.planning.plan import Plan
+from bundle.planning.problems import find_device_problems
 from bundle.planning.roofline import StepTime
 from bundle.recipe import Parallel, Recipe, rules
 from bundle.recipe.recipe import Recompute
@@ -97,7 +98,14 @@ def search_candidates(base: Plan, build: Callable[[Recipe], Plan], most: int) ->
     """Return the fastest candidates for the machine of `base`, a plan that may have problems.
 
     `build` plans a recipe on that machine. Candidates that leave a tenth of the memory free come first.
+    Raise where the devices are too few or cannot train: no layout changes that.
     """
+    if problems := list(find_device_problems(base.hardware, base.per_node)):
+        is_unfit = any(problem.code is ExitCode.ENVIRONMENT_UNFIT for problem in problems)
+        raise (EnvironmentUnfit if is_unfit else UsageError)(
+            f"recipe {base.recipe.name}: no layout can run on these devices",
+            [problem.text for problem in problems],
+        )
     search, tight = Search(find_device_or_host_memory(base.hardware, base.per_node)), list[Candidate]()
     most_bytes = None if search.limit is None else search.limit * (1 - HEADROOM)
     heap, counter, failures = list[Any](), itertools.count(), list[_MemoryFailure]()

@@ -64,6 +64,13 @@ def test_no_fitting_layout_ends_with_3(tmp_path, messages):
     messages(text)
 
 
+def test_a_recipe_for_more_devices_of_a_node_ends_with_3_at_once(messages):
+    code, text = tune("sft-qwen3-8b-a3", *H200)
+    assert code == 3 and "devices.per_node" in text
+    messages(text)
+    assert tune("sft-qwen3-8b-a3", *H200, "--devices-per-node", "8")[0] == 0
+
+
 @pytest.mark.parametrize(
     "words",
     [

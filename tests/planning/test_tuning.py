@@ -25,7 +25,7 @@ from bundle.recipe import Parallel, Recipe, from_mapping, list_built_in, load
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, with_memory
 from tests.planning.jobs import plan as plan_on
 
-READY = [name for name in list_built_in() if name.endswith("-h200")]
+READY = [name for name in list_built_in() if name.endswith(("-h200", "-a3"))]
 QUICK = [
     ("sft-qwen3-8b-h200", 8), ("sft-qwen3-8b-h200", 1024), ("sft-deepseek-v3-h200", 8),
     ("sft-deepseek-v3-h200", 256), ("sft-gpt-oss-20b-h200", 16),
@@ -195,6 +195,18 @@ def test_a_recipe_without_an_allowed_layout_is_refused_with_its_violations(messa
     with pytest.raises(UsageError, match=r"train\.global_batch_size") as refusal:
         search.raise_without_candidates(base)
     messages(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "per_node", "error"), [("h200", 9, EnvironmentUnfit), ("cpu", 5000, UsageError)]
+)
+def test_a_wrong_number_of_devices_is_refused_before_any_layout_is_planned(hardware, per_node, error):
+    recipe = job(QWEN3, train={"steps": 10, "global_batch_size": 8}, data=ROWS)
+    base = build_plan(recipe, hardware_name=hardware, mcore="0.16.1", nodes=1, per_node=per_node)
+    with pytest.raises(error) as refusal:
+        search_candidates(base, lambda _: pytest.fail("planned"), 10)
+    (violation,) = refusal.value.violations
+    assert violation.startswith("devices.per_node: ")
 
 
 def test_the_uneven_stages_of_a_prime_number_of_layers_are_tried():
