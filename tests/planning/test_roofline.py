@@ -23,6 +23,14 @@ QWEN3 = (
     "model.config.num_hidden_layers=28", "model.config.num_attention_heads=16",
     "model.config.max_position_embeddings=40960", "model.config.tie_word_embeddings=true",
 )  # fmt: skip
+# Four layers of Qwen3-30B-A3B, laid over gqa.yaml.
+QWEN3_EXPERTS = (
+    "model.config.model_type=qwen3_moe", "model.config.vocab_size=151936", "model.config.hidden_size=2048",
+    "model.config.intermediate_size=6144", "model.config.moe_intermediate_size=768",
+    "model.config.num_key_value_heads=4", "model.config.num_experts=128",
+    "model.config.num_experts_per_tok=8", "model.config.norm_topk_prob=true",
+    "model.config.decoder_sparse_step=1", "model.config.mlp_only_layers=[]",
+)  # fmt: skip
 # The recipe, its changes and the devices of each row.
 CASES = {
     "`gqa.yaml`": ("gqa", (), 1),
@@ -52,6 +60,12 @@ CASES = {
     "`latent.yaml`, TP2 ETP1 EP2": ("latent", (TWICE, "parallel.ep=2", "parallel.tp=2", "parallel.etp=1"), 2),
     "`adapters.yaml`": ("adapters", (), 1),
     "Qwen3-1.7B, packs of 8,192": ("gqa", (*PACKS, *QWEN3), 1),
+    "Qwen3-1.7B, 4 rows": ("gqa", (TWICE, "train.micro_batch_size=4", *QWEN3), 1),
+    "four layers of Qwen3-30B-A3B, 8 rows": (
+        "gqa",
+        (TWICE, "train.micro_batch_size=8", *QWEN3_EXPERTS),
+        1,
+    ),
 }
 
 

@@ -42,6 +42,22 @@ def test_megatron_s_loss_takes_the_place_of_chunks(monkeypatch):
     assert loss_chunks.choose_loss_chunks(of(8192)) is None
 
 
+@pytest.mark.parametrize(
+    ("gap", "code"), [(0.0, 0), (0.5 * switches.BOUND, 0), (2 * switches.BOUND, 1), (math.nan, 1), (None, 1)]
+)
+def test_a_far_loss_or_a_failed_run_ends_with_1(monkeypatch, gap, code):
+    runs = {switches.AGAIN: [[2.0, 1.0]], "kept logits": None if gap is None else [[2.0, 1.0 + gap]]}
+    monkeypatch.setattr(switches, "run", lambda name, options: runs[name])
+    monkeypatch.setattr(sys, "argv", ["switches", "--only", "kept logits", "--at-once", "2"])
+    assert switches.main() == code
+
+
+def test_a_failed_first_run_ends_with_1(monkeypatch):
+    monkeypatch.setattr(switches, "run", lambda name, options: None)
+    monkeypatch.setattr(sys, "argv", ["switches", "--only", "kept logits"])
+    assert switches.main() == 1
+
+
 @pytest.mark.processes
 def test_a_process_trains_and_prints_its_losses():
     keys = ("parallel.ep=1", "data.validation=0", "train.global_batch_size=8")
