@@ -267,9 +267,10 @@ def train_by_bundle(arguments: list[str], folder: Path, steps: int) -> dict[str,
         while process.poll() is None and len(lines) < steps:
             time.sleep(0.05)
             lines = read_steps(directory)
-        process.kill()
-        process.wait()
-        time.sleep(_RANK_END_SECONDS)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            time.sleep(_RANK_END_SECONDS)
     if len(lines) < steps:
         raise RunFailed((folder / "log").read_text()[-3000:])
     job = json.loads((directory / "job.json").read_text())
