@@ -17,6 +17,13 @@ TABLE = PAGE.partition("### What `tune` predicts")[2].partition("\n### ")[0]
 GPU = ROOT / "benchmarks/gpu"
 TWICE = "train.global_batch_size=16"
 PACKS = ("data.packed=true", "data.sequence_length=8192", "train.micro_batch_size=1")
+EIGHT_ROWS, FP8 = ("train.micro_batch_size=8",), "model.fp8.scaling=tensorwise"
+FOUR_ROWS = (
+    "data.packed=false",
+    "data.sequence_length=4096",
+    "train.micro_batch_size=4",
+    "train.global_batch_size=4",
+)
 # Qwen3-1.7B, laid over gqa.yaml.
 QWEN3 = (
     "model.config.vocab_size=151936", "model.config.hidden_size=2048", "model.config.intermediate_size=6144",
@@ -34,11 +41,11 @@ QWEN3_EXPERTS = (
 # The recipe, its changes and the devices of each row.
 CASES = {
     "`gqa.yaml`": ("gqa", (), 1),
-    "`gqa.yaml`, FP8 tensorwise": ("gqa", ("model.fp8.scaling=tensorwise",), 1),
-    "`gqa.yaml`, 8 rows": ("gqa", ("train.micro_batch_size=8",), 1),
+    "`gqa.yaml`, FP8 tensorwise": ("gqa", (FP8,), 1),
+    "`gqa.yaml`, 8 rows": ("gqa", EIGHT_ROWS, 1),
     "`gqa.yaml`, 8 rows, FP8 tensorwise": (
         "gqa",
-        ("train.micro_batch_size=8", "model.fp8.scaling=tensorwise"),
+        (*EIGHT_ROWS, FP8),
         1,
     ),
     "`gqa.yaml`, adapters": ("gqa", ("model.lora.rank=8",), 1),
@@ -49,10 +56,10 @@ CASES = {
     "`gqa.yaml`, PP2, two chunks a stage": ("gqa", (TWICE, "parallel.pp=2", "parallel.vpp=2"), 2),
     "`gqa.yaml`, packs of 8,192, CP2": ("gqa", (*PACKS, "parallel.cp=2"), 2),
     "`latent.yaml`": ("latent", (), 1),
-    "`latent.yaml`, 8 rows": ("latent", ("train.micro_batch_size=8",), 1),
+    "`latent.yaml`, 8 rows": ("latent", EIGHT_ROWS, 1),
     "`latent.yaml`, 8 rows, FP8 tensorwise": (
         "latent",
-        ("train.micro_batch_size=8", "model.fp8.scaling=tensorwise"),
+        (*EIGHT_ROWS, FP8),
         1,
     ),
     "`latent.yaml`, adapters": ("latent", ("model.lora.rank=8",), 1),
@@ -60,10 +67,15 @@ CASES = {
     "`latent.yaml`, TP2 ETP1 EP2": ("latent", (TWICE, "parallel.ep=2", "parallel.tp=2", "parallel.etp=1"), 2),
     "`adapters.yaml`": ("adapters", (), 1),
     "Qwen3-1.7B, packs of 8,192": ("gqa", (*PACKS, *QWEN3), 1),
-    "Qwen3-1.7B, 4 rows": ("gqa", (TWICE, "train.micro_batch_size=4", *QWEN3), 1),
-    "four layers of Qwen3-30B-A3B, 8 rows": (
+    "`gqa.yaml`, 8 rows, on H200": ("gqa", EIGHT_ROWS, 1),
+    "`gqa.yaml`, 8 rows, FP8 tensorwise, on H200": ("gqa", (*EIGHT_ROWS, FP8), 1),
+    "`latent.yaml`, 8 rows, on H200": ("latent", EIGHT_ROWS, 1),
+    "`latent.yaml`, 8 rows, FP8 tensorwise, on H200": ("latent", (*EIGHT_ROWS, FP8), 1),
+    "Qwen3-1.7B, 4 rows of 4,096, on H200": ("gqa", (TWICE, "train.micro_batch_size=4", *QWEN3), 1),
+    "LoRA of Qwen3-8B, 4 rows of 4,096, on H200": ("adapters", FOUR_ROWS, 1),
+    "four layers of Qwen3-30B-A3B, 8 rows of 4,096, on H200": (
         "gqa",
-        (TWICE, "train.micro_batch_size=8", *QWEN3_EXPERTS),
+        (TWICE, *EIGHT_ROWS, *QWEN3_EXPERTS),
         1,
     ),
 }
