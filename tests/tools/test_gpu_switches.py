@@ -43,10 +43,22 @@ def test_megatron_s_loss_takes_the_place_of_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gap", "code"), [(0.0, 0), (0.5 * switches.BOUND, 0), (2 * switches.BOUND, 1), (math.nan, 1), (None, 1)]
+    ("gap", "rounded", "code"),
+    [
+        (0.0, 0.25, 0),
+        (0.5, 0.25, 0),
+        (0.625, 0.25, 1),
+        (0.0, 0.0, 0),
+        (0.125, 0.0, 1),
+        (0.0, math.nan, 1),
+        (math.nan, 0.25, 1),
+        (None, 0.25, 1),
+        (0.0, None, 1),
+    ],
 )
-def test_a_far_loss_or_a_failed_run_ends_with_1(monkeypatch, gap, code):
-    runs = {switches.AGAIN: [[2.0, 1.0]], "kept logits": None if gap is None else [[2.0, 1.0 + gap]]}
+def test_a_far_loss_or_a_failed_run_ends_with_1(monkeypatch, gap, rounded, code):
+    gaps = {switches.AGAIN: 0.0, switches.ROUNDED: rounded, "kept logits": gap}
+    runs = {name: None if gap is None else [[2.0, 1.0 + gap]] for name, gap in gaps.items()}
     monkeypatch.setattr(switches, "run", lambda name, options: runs[name])
     monkeypatch.setattr(sys, "argv", ["switches", "--only", "kept logits", "--at-once", "2"])
     assert switches.main() == code
@@ -59,10 +71,14 @@ def test_a_failed_first_run_ends_with_1(monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_process_trains_and_prints_its_losses():
+def test_processes_train_and_print_their_losses():
     keys = ("parallel.ep=1", "data.validation=0", "train.global_batch_size=8")
-    command = [sys.executable, "-m", "benchmarks.gpu.switches", "--without", "nothing", "--recipe", "demo"]
-    command += ["--steps", "2", *(word for key in keys for word in ("--set", key))]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    losses = json.loads(ended.stdout.splitlines()[-1])
-    assert len(losses) == 2 and all(len(row) == 2 and all(map(math.isfinite, row)) for row in losses)
+    runs = []
+    for name in (switches.AGAIN, switches.ROUNDED):
+        command = [sys.executable, "-m", "benchmarks.gpu.switches", "--without", name, "--recipe", "demo"]
+        command += ["--steps", "2", *(word for key in keys for word in ("--set", key))]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        runs.append(json.loads(ended.stdout.splitlines()[-1]))
+    for losses in runs:
+        assert len(losses) == 2 and all(len(row) == 2 and all(map(math.isfinite, row)) for row in losses)
+    assert 0 < switches.measure_gap(*runs) < 0.05
