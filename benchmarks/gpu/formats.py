@@ -1,6 +1,6 @@
 """The speed of `mcore-bundle train` in bf16 and in FP8, with the micro-batch size that the plan chooses.
 
-python -m benchmarks.gpu.formats [--only gqa latent] [--scalings tensorwise blockwise] [--set KEY=VALUE ...]
+python -m benchmarks.gpu.formats [--only gqa latent] [--scalings SCALING...] [--set KEY=VALUE ...]
 
 Trains `gqa.yaml` and `latent.yaml` on one GPU with `train.micro_batch_size: auto`. A step lasts from the end
 of the last one to its end; the time is the median of the steps from the sixth on. Ends with 1 where a run
@@ -44,7 +44,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=list(LEAST), choices=list(LEAST))
-    parser.add_argument("--scalings", nargs="+", default=["tensorwise", "blockwise"])
+    parser.add_argument("--scalings", nargs="+", default=["tensorwise", "blockwise", "delayed"])
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe, for all runs")
     options = parser.parse_args()
     print("| model | format | ms a step | TFLOP/s | GiB | micro-batch | loss of step 1, last |")

@@ -101,7 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", default=list(SWITCHES), choices=list(SWITCHES))
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--at-once", type=int, default=1, help="processes that share the device")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that share the device: 34 GiB each")
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
     parser.add_argument("--without", help="train without this switch in this process, and print its losses")

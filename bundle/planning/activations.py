@@ -9,20 +9,21 @@ one operation saves of a token. `LayerByteCounter` counts one layer without its 
 from itertools import chain
 from typing import NamedTuple
 
-from bundle.architectures import MLA, DeltaNet, VisionArchitecture, adapters
+from bundle.architectures import MLA, DeltaNet, adapters
 from bundle.architectures.tensors import Tensors
 from bundle.capabilities import LayerTraits
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.planning.head import ID_BYTES, HeadBytes
 from bundle.planning.layout import ModelChunk, RankLayout
-from bundle.planning.size import BF16, FP32
+from bundle.planning.size import BF16, FP8, FP32
+from bundle.planning.tower_activations import count_activation_bytes_per_patch
 from bundle.recipe import Recipe
 from bundle.recipe.loss_chunks import (
     choose_loss_chunks,
     compute_local_vocab_size,
     count_microbatch_tokens,
 )
-from bundle.recipe.recipe import VisionSection as VisionSection
+from bundle.recipe.recipe import VisionSection
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
 SHIFTED_GATE_SOURCE_PREDICATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
@@ -141,6 +142,9 @@ class LayerByteCounter:
             is_frozen=recipe.model.lora is not None,
         )
         self.adapted_matrices = _find_adapted_matrices(recipe)
+        # A product saves the FP8 copy of its input. Other readers save the input.
+        self.has_fp8_inputs = bool(recipe.model.fp8 and traits.fp8_copy_bytes)
+        self.input_bytes = FP8 if self.has_fp8_inputs else size  # of an element that only products read
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = count_microbatch_tokens(recipe)
@@ -252,7 +256,10 @@ class LayerByteCounter:
         norm_bytes = self.stream_tokens * self.saved.count_norm_bytes(self.recipe.architecture.hidden_size)
         if "layernorm" in self.recomputed_modules and not is_part_of_projection:
             return min(norm_bytes, self.stream_bytes)
-        return norm_bytes + self.stream_bytes * rereads_input
+        output_bytes = self.stream_bytes
+        if is_part_of_projection:
+            output_bytes = self.stream_tokens * self.recipe.architecture.hidden_size * self.input_bytes
+        return norm_bytes + output_bytes * rereads_input
 
     def _count_attention_bytes(self) -> int:
         a, tp, size = self.recipe.architecture, self.recipe.parallel.tp, self.saved.element_bytes
@@ -260,7 +267,7 @@ class LayerByteCounter:
         total = self._count_rotary_table_bytes(round(width * a.rotary_fraction))
         if a.qk_layernorm:
             total += self.tokens * (heads + groups) * self.saved.count_norm_bytes(width)
-        out = heads * width * size * self._is_attention_output_saved()
+        out = self._count_attention_output_bytes(heads * width)
         if a.output_gate:  # what is multiplied, and the gate in fp32
             total += self.tokens * heads * width * (size + 2 * FP32)
         if "core_attn" in self.recomputed_modules:
@@ -286,8 +293,11 @@ class LayerByteCounter:
             rereads_input = self._rereads_input("self_attention", up) and not (
                 recomputes_up and self.traits.fused_norms
             )
-            total += self.stream_tokens * (self.saved.count_norm_bytes(rank) + rereads_input * rank * size)
-        out = heads * value * size * self._is_attention_output_saved()
+            input_bytes = self.input_bytes if self.traits.fused_norms else size
+            total += self.stream_tokens * (
+                self.saved.count_norm_bytes(rank) + rereads_input * rank * input_bytes
+            )
+        out = self._count_attention_output_bytes(heads * value)
         if "core_attn" in self.recomputed_modules:
             attention_bytes = heads * (2 * width + value) * size
         elif recomputes_up:
@@ -332,20 +342,26 @@ class LayerByteCounter:
             return -self.stream_bytes if self.traits.fused_norms else 0
         return self._count_swiglu_bytes(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp, "mlp")
 
-    def _is_attention_output_saved(self) -> bool:
-        """Return whether attention's output stays: the projection or the kernel itself reads it again."""
+    def _count_attention_output_bytes(self, width: int) -> int:
+        """Return the bytes of attention's output, where the projection or the kernel itself reads it again.
+
+        With delayed scaling the projection also saves its FP8 copy; else it reads what the kernel saves.
+        """
+        fp8 = self.recipe.model.fp8
+        has_copy = self.has_fp8_inputs and fp8 is not None and fp8.scaling == "delayed"
         kernel = (
             self.traits.fused_kernels
             and not self.traits.keeps_scores
             and "core_attn" not in self.recomputed_modules
         )
-        return kernel or self._rereads_input("self_attention", "proj")
+        is_saved = kernel or self._rereads_input("self_attention", "proj")
+        return width * (is_saved * self.saved.element_bytes + has_copy * FP8)
 
     def _count_swiglu_bytes(self, rows: int, width: int, module: str) -> int:
         """Return the bytes of a gate and, where it is read again, of the input of the product after it."""
         return rows * (
             self.saved.count_swiglu_bytes(width)
-            + width * self.saved.element_bytes * self._rereads_input(module, "fc2")
+            + width * self.input_bytes * self._rereads_input(module, "fc2")
         )
 
     def _count_moe_bytes(self) -> int:
@@ -368,7 +384,9 @@ class LayerByteCounter:
             shared = self._count_swiglu_bytes(
                 self.tokens, moe.shared_ffn_hidden_size // parallel.tp, "shared_experts"
             )
-        dispatched = copies * self.recipe.architecture.hidden_size * self.saved.element_bytes
+            # Its input is the router's too, which keeps it as it is.
+            shared += self.has_fp8_inputs * self.stream_tokens * self.recipe.architecture.hidden_size * FP8
+        dispatched = copies * self.recipe.architecture.hidden_size * self.input_bytes
         dispatched *= self._rereads_input("experts", "fc1")
         return routing + dispatched + inner + shared
 
@@ -516,11 +534,10 @@ def _count_mtp_depth_total_bytes(layer_bytes: LayerByteCounter) -> int:
 
 def _count_mtp_layer_bytes(layer_bytes: LayerByteCounter) -> int:
     """Return the bytes of one MTP depth: the join of its embedding with the trunk, a layer, a norm."""
-    joined = 2 * _count_final_norm_bytes(layer_bytes) + 2 * layer_bytes.stream_bytes * (
-        layer_bytes.adapted_matrices is None
-    )
+    join_input = 2 * layer_bytes.stream_tokens * layer_bytes.recipe.architecture.hidden_size
     return (
-        joined
+        2 * _count_final_norm_bytes(layer_bytes)
+        + join_input * layer_bytes.input_bytes * (layer_bytes.adapted_matrices is None)
         + layer_bytes.count_layer_bytes(bool(layer_bytes.recipe.architecture.moe_layer_pattern[-1]))
         + _count_final_norm_bytes(layer_bytes)
     )
@@ -556,40 +573,3 @@ def _count_tower_bytes(recipe: Recipe, element_bytes: int) -> int:
         * count_activation_bytes_per_patch(vision, element_bytes, training)
         + added
     )
-
-
-def count_activation_bytes_per_patch(
-    vision: VisionArchitecture, element_bytes: int, training: VisionSection
-) -> int:
-    """Return the bytes that a tower keeps of one patch, by its trained parts.
-
-    A number has `element_bytes` bytes. The bytes are read off the tensors that autograd saves in
-    transformers' towers, with torch's own operations and attention. A frozen part keeps no inputs of its
-    matrices, and nothing is kept before the first trained part.
-    """
-    width, heads, ffn = vision.hidden_size, vision.num_attention_heads, vision.ffn_hidden_size
-    has_windows = vision.family == "qwen2_5_vl"
-    if has_windows:
-        norm, matrices = width * (FP32 + element_bytes) + FP32, 4
-        projector_bytes, inputs = norm + 3 * width * element_bytes, 3 * width * element_bytes
-        projector_alone = 4 * width * element_bytes + ID_BYTES // vision.patches_per_embedding
-    else:
-        norm, matrices = (width + 2) * element_bytes, 2
-        projector_bytes = norm + 3 * width * element_bytes
-        projector_bytes += len(vision.deepstack) * (
-            3 * width * element_bytes + 2 * element_bytes // vision.patches_per_embedding
-        )
-        inputs = (1 + len(vision.deepstack)) * 2 * width * element_bytes
-        # Inputs of mergers that nothing else keeps.
-        projector_alone = (
-            projector_bytes + len({*vision.deepstack} - {vision.num_layers - 1}) * width * element_bytes
-        )
-    if training.freeze_tower:
-        return 0 if training.freeze_projector else projector_alone
-    # Norms' outputs, queries, keys and values, before and after they are turned, and what attention gives.
-    attention = 9 * width * element_bytes + heads * FP32
-    rotation = 2 * (width // heads) * FP32  # cosines and sines, once for all blocks
-    block = 2 * norm + attention + matrices * ffn * element_bytes
-    positions = 0 if has_windows else 4 * (ID_BYTES + FP32)  # the four learned ones around a patch
-    tower_bytes = vision.num_layers * block + positions + rotation + vision.values_per_patch * element_bytes
-    return tower_bytes + projector_bytes - (inputs if training.freeze_projector else 0)

@@ -119,7 +119,9 @@ class _Step:
 
     def __init__(self, devices: Roofline, recipe: Recipe, layout: RankLayout) -> None:
         self.recipe, self.layout, self.per_node = recipe, layout, devices.per_node
-        plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"recompute": None})})
+        # Values are read in bf16 before they are converted to FP8.
+        model = recipe.model.model_copy(update={"recompute": None, "fp8": None})
+        plain = recipe.model_copy(update={"model": model})
         self.bytes = LayerByteCounter(plain, devices.traits, devices.code)
         self.factor = 2 if recipe.model.lora else 3  # backward products of frozen weights: one, not two
         scale = devices.peak.bf16 / CALIBRATION_FLOPS if devices.peak else 1.0

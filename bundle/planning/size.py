@@ -50,7 +50,7 @@ from bundle.recipe import Parallel, Recipe
 from bundle.recipe.recipe import Model
 from bundle.recipe.sections import Optimizer
 
-FP32, BF16 = 4, 2  # bytes of a value
+FP32, BF16, FP8 = 4, 2, 1  # bytes of a value
 DTYPE_BYTES = {"fp32": FP32, "bf16": BF16}
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
 FP8_GEMM_WEIGHT_PATTERN = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
