@@ -141,7 +141,7 @@ def test_as_many_places_as_embeddings(messages):
 def test_what_a_tower_keeps_is_predicted(case, dtype, size, frozen):
     from bundle.models.vision import VisionTower
     from bundle.packing.images import ImageInputs
-    from bundle.planning.activations import count_activation_bytes_per_patch
+    from bundle.planning.tower_activations import count_activation_bytes_per_patch
     from bundle.recipe.recipe import VisionSection as VisionSection
     from tests.planning.rank import Kept
 
