@@ -1,6 +1,6 @@
 """Speed and memory of `mcore-bundle train` beside transformers, PEFT and plain torch, on one device.
 
-python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger] [--tiny]
+python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger] [--tiny] [--set KEY=VALUE]
 
 Each case draws a model with transformers, saves it, and trains it 20 steps with `mcore-bundle train` and then
 with `benchmarks.gpu.peer`: the same weights, number of tokens, sequence length and dtype of optimizer states.
@@ -131,6 +131,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--variants", nargs="+", default=["sdpa"], choices=["sdpa", "compiled", "liger"])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    parser.add_argument("--set", action="append", default=[], help="a key of mcore-bundle's recipe")
     options = parser.parse_args()
     print(
         "| case | by | tokens/s | ratio | GiB | micro-batch | s to the end of step 1 | loss of step 1, 20 |"
@@ -140,14 +141,14 @@ def main() -> int:
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                failed |= not compare(name, options.variants, Path(folder), is_tiny=options.tiny)
+                failed |= not compare(name, options.variants, Path(folder), options.set, is_tiny=options.tiny)
             except RunFailed as error:
                 print(f"FAILED {name}: {error}", flush=True)
                 failed = True
     return int(failed)
 
 
-def compare(name: str, variants: list[str], folder: Path, *, is_tiny: bool) -> bool:
+def compare(name: str, variants: list[str], folder: Path, overrides: list[str], *, is_tiny: bool) -> bool:
     """Run a case by us and by its peers; return whether all ran, and we are fast enough."""
     config, length, sequences = CASES[name]
     if is_tiny:
@@ -164,7 +165,7 @@ def compare(name: str, variants: list[str], folder: Path, *, is_tiny: bool) -> b
     draw_model(folder / "config.json", folder / "model")
     case["ids"] = write_tokenizer(folder / "model", is_vision=name == "vision")
     (folder / "case.json").write_text(json.dumps(case))
-    ours = run_bundle(case, folder, backend="cpu" if is_tiny else "cuda")
+    ours = run_bundle(case, folder, overrides, backend="cpu" if is_tiny else "cuda")
     print_row(name, "mcore-bundle", ours, tokens, 1.0)
     is_right = True
     for variant in variants:
@@ -243,10 +244,11 @@ def describe_image(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_bundle(case: dict[str, Any], folder: Path, backend: str) -> dict[str, Any]:
+def run_bundle(case: dict[str, Any], folder: Path, overrides: list[str], backend: str) -> dict[str, Any]:
     """Train by `mcore-bundle train`; return what the peer prints of itself."""
     (folder / "recipe.yaml").write_text(json.dumps(build_recipe(case, folder, backend)))
-    result = train_by_bundle([str(folder / "recipe.yaml")], folder, STEPS)
+    arguments = [word for override in overrides for word in ("--set", override)]
+    result = train_by_bundle([str(folder / "recipe.yaml"), *arguments], folder, STEPS)
     lines = (line for line in (folder / "log").read_text().splitlines() if " INFO rank 0: " in line)
     print(*lines, sep="\n", flush=True)
     return result

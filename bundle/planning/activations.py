@@ -142,8 +142,8 @@ class LayerByteCounter:
             is_frozen=recipe.model.lora is not None,
         )
         self.adapted_matrices = _find_adapted_matrices(recipe)
-        # A product saves the FP8 copy of its input. Other readers save the input.
-        self.has_fp8_inputs = bool(recipe.model.fp8 and traits.fp8_copy_bytes)
+        # A product saves the FP8 copy of its input. Other readers, as adapters, save the input.
+        self.has_fp8_inputs = bool(recipe.model.fp8 and traits.fp8_copy_bytes and not recipe.model.lora)
         self.input_bytes = FP8 if self.has_fp8_inputs else size  # of an element that only products read
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp

@@ -384,8 +384,12 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
         yield "model.lora.targets", f"no projection is called {', '.join(missing)}. Choose from {known}."
     if lora.use_dora and lora.dropout:
         yield "model.lora.dropout", f"{lora.dropout} is not supported with model.lora.use_dora. Set it to 0."
-    if model.fp8 is not None:
-        yield "model.lora", "adapters are not supported with FP8. Leave model.fp8 out."
+    if model.fp8 is not None and model.fp8.scaling == "delayed":
+        yield (
+            "model.fp8.scaling",
+            "checkpoints of adapters do not contain the past values that delayed scaling needs. Use"
+            " tensorwise with model.lora.",
+        )
     if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:
         yield "model.moe.bias_update_rate", "adapters do not contain this bias. Set it to 0 with model.lora."
     published_layers = from_config(model.config).mtp_layers if table.names.mtp else 0

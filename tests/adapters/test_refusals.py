@@ -63,7 +63,7 @@ def test_what_is_not_computed_beside_adapters(messages):
             "mtp": {"layers": 2},
         },
     )
-    for key in ("model.lora", "model.moe.bias_update_rate", "model.mtp.layers"):
+    for key in ("model.fp8.scaling", "model.moe.bias_update_rate", "model.mtp.layers"):
         assert f"{key}: " in said
     messages(said)
     with pytest.raises(UsageError, match=r"model\.lora") as error:

@@ -30,8 +30,8 @@ def test_the_peaks_of_training_on_one_h200(model, scaling, gib):
     assert made.memory[0].learning_peak / 2**30 == pytest.approx(gib, rel=0.02)
 
 
-def saved(config, fp8, **sections):
-    model = {"config": config, "fp8": fp8 and {"scaling": fp8}}
+def saved(config, fp8, lora=None, **sections):
+    model = {"config": config, "fp8": fp8 and {"scaling": fp8}, "lora": lora}
     train = {"micro_batch_size": 2, "global_batch_size": 4}
     recipe = job(config, model=model, train=train, **sections)
     made = plan(recipe, H200, nodes=1, per_node=recipe.parallel.tp)
@@ -65,3 +65,7 @@ def test_experts_latent_attention_and_mtp():
     latent, expert = 32 + 16, 2 * (HIDDEN + 48) + 48 - HIDDEN
     layers = (latent + HIDDEN + FFN) + 4 * (latent + expert)
     assert compute_difference(config, "tensorwise") == TOKENS * (layers + 2 * HIDDEN)
+
+
+def test_adapters_read_inputs_in_bf16():
+    assert compute_difference(QWEN3, "tensorwise", lora={"rank": 4, "alpha": 8}) == 0

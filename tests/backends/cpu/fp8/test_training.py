@@ -12,6 +12,7 @@ CASES = (
     "latent tensorwise",
     "latent blockwise",
 )
+ADAPTED = ("dense tensorwise", "dense mxfp8", "latent blockwise")
 MICRO_BATCHES, STEPS = 2, 2
 
 # Layers with an FP8 product. dense: 2 x (qkv, proj, fc1, fc2). latent: attention has 5 in each of its three
@@ -31,8 +32,9 @@ def train(core: Core, size: int, *cases: str) -> Seen:
 @pytest.fixture(scope="module")
 def alone(installed: Core) -> Seen:
     full = ("dense delayed full", "latent tensorwise full")
+    adapted = (f"{case} adapters" for case in ("dense bf16", "latent bf16", *ADAPTED))
     packed = ("dense bf16 packed", "dense mxfp8 packed", "dense mxfp8 packed unpadded")
-    return train(installed, 1, "dense bf16", "latent bf16", *CASES, *full, *packed)
+    return train(installed, 1, "dense bf16", "latent bf16", *CASES, *full, *adapted, *packed)
 
 
 def close(seen: list[list[float]], reference: list[list[float]]) -> None:
@@ -77,6 +79,21 @@ def test_every_product_takes_rounded_operands(alone, case):
 
 
 @pytest.mark.world
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_train_beside_frozen_products_in_fp8(alone, case):
+    """A frozen weight has no product for its gradient, which would take two more operands."""
+    fp8, bf16 = (alone[f"{name} adapters"] for name in (case, f"{case.split()[0]} bf16"))
+    assert fp8["losses"] != bf16["losses"]
+    close(fp8["losses"], bf16["losses"])
+    assert bf16["casts"] == {}
+    whole = rounded(case)
+    frozen = {"e4m3fn": whole["e4m3fn"] * 3 // 4, "e5m2": whole.get("e5m2", 0) // 2}
+    if "e5m2" not in whole:
+        frozen = {"e4m3fn": whole["e4m3fn"] * 2 // 3}
+    assert fp8["casts"] == frozen
+
+
+@pytest.mark.world
 @pytest.mark.parametrize("case", ["dense delayed", "latent tensorwise"])
 def test_recomputation_changes_nothing(alone, case):
     again = alone[f"{case} full"]
@@ -95,7 +112,7 @@ def test_packs_train_padded_and_are_refused_without(alone):
 @pytest.mark.world
 def test_ranks_that_share_a_sequence_train_alike(alone, installed):
     """Blocks and shared scales are cut alike; what differs is the order of bf16 sums, seen through FP8."""
-    cases = ("dense delayed", "latent blockwise")
+    cases = ("dense delayed", "latent blockwise", "dense tensorwise adapters")
     together = train(installed, 2, *(f"{case} tp2" for case in cases))
     for case in cases:
         close(together[f"{case} tp2"]["losses"], alone[case]["losses"])

@@ -62,13 +62,18 @@ def weight_scales() -> Iterator[dict[int, list[float]]]:
 
 
 def recipe(case: str) -> Recipe:
-    """The job of a case: "MODEL SCALING", and what else is set: "tp2", "full" recomputation, how packed."""
+    """The job of a case: "MODEL SCALING", and what else is set.
+
+    "tp2", "full" recomputation, "adapters", how packed.
+    """
     model, scaling, *more = case.split()
     arithmetic: dict[str, Any] = {"dtype": "bf16"}
     if scaling != "bf16":
         arithmetic["fp8"] = {"scaling": scaling}
     if "full" in more:
         arithmetic["recompute"] = FULL
+    if "adapters" in more:
+        arithmetic["lora"] = {"rank": 8, "alpha": 16}
     return smoke.recipe(model, WIDER[model], model=arithmetic, parallel={"tp": 2 if "tp2" in more else 1})
 
 
