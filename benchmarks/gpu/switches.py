@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,8 @@ def main() -> int:
         overrides = (*_ALIKE, f"train.steps={options.steps}", *options.set)
         print(json.dumps(train(load(options.recipe, overrides), options.without)))
         return 0
-    print(f"| switched off | largest difference of a loss in {options.steps} steps | last losses |")
-    print("|---|---|---|", flush=True)
+    print(f"| switched off | largest difference of a loss in {options.steps} steps | step | last losses |")
+    print("|---|---|---|---|", flush=True)
     is_right = True
     with ThreadPoolExecutor(options.at_once) as pool:
         runs = pool.map(partial(run, options=options), (AGAIN, ROUNDED, *options.only))
@@ -122,11 +123,12 @@ def main() -> int:
             if losses is None:
                 is_right = False
                 continue
-            gap = measure_gap(losses, reference)
+            gap, step = find_largest_gap(losses, reference)
             if name == ROUNDED:
                 bound = FACTOR * gap
             is_right &= gap <= bound < math.inf
-            print(f"| {name} | {gap:.4f} | {', '.join(f'{loss:.4f}' for loss in losses[-1])} |", flush=True)
+            last = ", ".join(f"{loss:.4f}" for loss in losses[-1])
+            print(f"| {name} | {gap:.4f} | {step} | {last} |", flush=True)
     return int(not is_right)
 
 
@@ -172,10 +174,13 @@ def train(recipe: Any, without: str) -> list[list[float]]:
     return losses
 
 
-def measure_gap(losses: list[list[float]], reference: list[list[float]]) -> float:
-    """Return the largest difference of a loss in any step; infinity for a loss that is not a number."""
-    pairs = [pair for rows in zip(losses, reference, strict=True) for pair in zip(*rows, strict=True)]
-    return max(abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs)
+def find_largest_gap(losses: list[list[float]], reference: list[list[float]]) -> tuple[float, int]:
+    """Return the largest difference of a loss and its step, from 1; infinity for a loss that is no number."""
+    gaps = []
+    for step, rows in enumerate(zip(losses, reference, strict=True), 1):
+        for a, b in zip(*rows, strict=True):
+            gaps.append((abs(a - b) if math.isfinite(a - b) else math.inf, step))
+    return max(gaps, key=itemgetter(0))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,17 @@ from tests.recipe.test_loss_chunks import of
 
 
 @pytest.mark.parametrize(
-    ("losses", "gap"),
+    ("losses", "gap", "step"),
     [
-        ([[2.0, 1.0], [1.5, 0.5]], 0.0),
-        ([[2.0, 1.0], [1.5, 0.75]], 0.25),
-        ([[1.875, 1.0], [1.5, 0.5]], 0.125),
-        ([[2.0, math.nan], [1.5, 0.5]], math.inf),
+        ([[2.0, 1.0], [1.5, 0.5]], 0.0, 1),
+        ([[2.0, 1.0], [1.5, 0.75]], 0.25, 2),
+        ([[1.875, 1.0], [1.5, 0.5]], 0.125, 1),
+        ([[1.875, 1.0], [1.25, 0.5]], 0.25, 2),
+        ([[2.0, math.nan], [1.5, 0.5]], math.inf, 1),
     ],
 )
-def test_a_gap_is_the_largest_of_all_losses_and_steps(losses, gap):
-    assert switches.measure_gap(losses, [[2.0, 1.0], [1.5, 0.5]]) == gap
+def test_a_gap_is_the_largest_of_all_losses_and_steps(losses, gap, step):
+    assert switches.find_largest_gap(losses, [[2.0, 1.0], [1.5, 0.5]]) == (gap, step)
 
 
 def test_a_field_is_turned_off_and_the_others_stay():
@@ -81,4 +82,4 @@ def test_processes_train_and_print_their_losses():
         runs.append(json.loads(ended.stdout.splitlines()[-1]))
     for losses in runs:
         assert len(losses) == 2 and all(len(row) == 2 and all(map(math.isfinite, row)) for row in losses)
-    assert 0 < switches.measure_gap(*runs) < 0.05
+    assert 0 < switches.find_largest_gap(*runs)[0] < 0.05
