@@ -125,6 +125,7 @@ CURVES = (
     Case("delayed", "demo", (*_DEMO, *_fp8("delayed")), cuda=60, cpu=5),
     Case("tensorwise", "demo", (*_DEMO, *_fp8("tensorwise")), cuda=60, cpu=5),
     Case("blockwise", "demo", (*_DEMO, *_fp8("blockwise")), cuda=60, cpu=5),
+    Case("tensorwise lora", "demo", (*_DEMO, *_fp8("tensorwise"), *_LORA_LATENT), cuda=5, cpu=5),
     Case("blockwise packed", "demo", (*_DEMO, *_fp8("blockwise"), *_PACKED), cuda=60),
     Case("blockwise gqa", "qwen3-cp2-packed", (*_QWEN, *_fp8("blockwise")), cuda=60),
     Case(
@@ -168,6 +169,7 @@ SPEEDS = tuple(
         ("bf16 lora", lora),
         ("bf16 micro-batch 8", ("train.micro_batch_size=8",)),
         ("tensorwise", _fp8("tensorwise")),
+        ("tensorwise lora", (*_fp8("tensorwise"), *lora)),
         ("blockwise", _fp8("blockwise")),
     )
 )

@@ -44,7 +44,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=list(LEAST), choices=list(LEAST))
-    parser.add_argument("--scalings", nargs="+", default=["tensorwise", "blockwise", "delayed"])
+    parser.add_argument(
+        "--scalings",
+        nargs="+",
+        default=["tensorwise", "blockwise", "delayed"],
+        help="default: all three. With model.lora, leave delayed out",
+    )
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe, for all runs")
     options = parser.parse_args()
     print("| model | format | ms a step | TFLOP/s | GiB | micro-batch | loss of step 1, last |")

@@ -1,6 +1,6 @@
 """Speed and memory of `mcore-bundle train` beside transformers, PEFT and plain torch, on one device.
 
-python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger] [--tiny] [--set KEY=VALUE]
+python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger] [--tiny] [--set KEY=VALUE...]
 
 Each case draws a model with transformers, saves it, and trains it 20 steps with `mcore-bundle train` and then
 with `benchmarks.gpu.peer`: the same weights, number of tokens, sequence length and dtype of optimizer states.
@@ -8,7 +8,8 @@ The peer has the largest micro-batch that fits, and recomputes layers only where
 A step lasts from the end of the last one to its end; speeds are medians of the steps from the sixth on. The
 lines of our log before a row tell what the start was spent on. Ends with 1 where a run fails, or where the
 ratio to the uncompiled peer is below that of `RATIOS`. A case needs 20 GiB of disk. `--tiny`: four small
-layers, for a machine without a GPU.
+layers, for a machine without a GPU. `--set` changes mcore-bundle's recipe, but the peer stays the same: with
+`model.fp8` it trains in bf16.
 """
 
 import argparse

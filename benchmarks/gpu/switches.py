@@ -3,10 +3,10 @@
 python -m benchmarks.gpu.switches [--only SWITCH...] [--steps N] [--at-once N] [--recipe RECIPE] [--set ...]
 
 One process trains with everything that the plan chooses, one more does the same again, and one for each
-switch trains without it; all begin with the same weights and read the same data. One process rounds the
-first weights at random: its losses differ as much as bf16 allows. `--at-once` of the processes share the
-device. Ends with 1 where a run fails, or where a loss of the main task or of MTP differs by more than
-`FACTOR` times the largest difference after the random rounding.
+switch trains without it; all begin with the same weights and read the same data. One process changes each
+of the first weights within half of its last digit: its losses differ as much as rounding allows. `--at-once`
+of the processes share the device. Ends with 1 where a run fails, or where a loss of the main task or of MTP
+differs by more than `FACTOR` times the largest difference after that change.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.training import start_process
 from bundle.planning import build_plan
 from bundle.recipe import load, loss_chunks
 
-FACTOR = 2.0  # One run with random rounding is a sample: a second one may differ more.
+FACTOR = 2.0  # One run with changed weights is a sample: a second one may differ more.
 RECIPE = str(Path(__file__).parent / "latent.yaml")
 _ALIKE = (
     "train.micro_batch_size=2",
@@ -35,7 +35,7 @@ _ALIKE = (
     "optimizer={lr: 2e-5, min_lr: 2e-5, warmup_steps: 0}",
 )
 AGAIN = "nothing"  # off: the same run again
-ROUNDED = "nothing, weights rounded at random"
+CHANGED = "nothing, weights changed by rounding"
 
 
 def turn_field_off(name: str) -> Callable[[Any], None]:
@@ -83,14 +83,15 @@ SWITCHES: Mapping[str, Callable[[Any], None]] = {
 }
 
 
-def round_weights_at_random(engine: Any) -> None:
-    """Multiply each weight by a random number between 1 - 2^-8 and 1 + 2^-8, in fp32, and round it again."""
+def change_weights_by_rounding(engine: Any) -> None:
+    """Multiply each weight in fp32 by 1 and at most half a last digit, at random, and round it again."""
     import torch
 
     with torch.no_grad():
         for model in engine.models:
             for weight in model.parameters():
-                factor = 1 + (2 * torch.rand_like(weight, dtype=torch.float32) - 1) / 256
+                half_digit = torch.finfo(weight.dtype).eps / 2
+                factor = 1 + (2 * torch.rand_like(weight, dtype=torch.float32) - 1) * half_digit
                 weight.copy_(weight.float() * factor)
     engine.optimizer.reload_model_params()
 
@@ -102,7 +103,12 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", default=list(SWITCHES), choices=list(SWITCHES))
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--at-once", type=int, default=1, help="processes that share the device: 34 GiB each")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="processes that share the device; one of `latent.yaml` takes 34 GiB",
+    )
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
     parser.add_argument("--without", help="train without this switch in this process, and print its losses")
@@ -115,16 +121,16 @@ def main() -> int:
     print("|---|---|---|---|", flush=True)
     is_right = True
     with ThreadPoolExecutor(options.at_once) as pool:
-        runs = pool.map(partial(run, options=options), (AGAIN, ROUNDED, *options.only))
+        runs = pool.map(partial(run, options=options), (AGAIN, CHANGED, *options.only))
         reference, bound = next(runs), 0.0
         if reference is None:
             return 1
-        for name, losses in zip((ROUNDED, *options.only), runs, strict=True):
+        for name, losses in zip((CHANGED, *options.only), runs, strict=True):
             if losses is None:
                 is_right = False
                 continue
             gap, step = find_largest_gap(losses, reference)
-            if name == ROUNDED:
+            if name == CHANGED:
                 bound = FACTOR * gap
             is_right &= gap <= bound < math.inf
             last = ", ".join(f"{loss:.4f}" for loss in losses[-1])
@@ -146,10 +152,10 @@ def run(name: str, options: argparse.Namespace) -> list[list[float]] | None:
 
 
 def train(recipe: Any, without: str) -> list[list[float]]:
-    """Return the main loss and the MTP losses of each step without a switch, or after random rounding."""
+    """Return the main loss and the MTP losses of each step without a switch, or with changed weights."""
     plan = build_plan(recipe, per_node=1)
     runtime, device = start_process(plan)
-    if without != ROUNDED:
+    if without != CHANGED:
         SWITCHES[without](runtime)
     from bundle import data
     from bundle.engine import Engine
@@ -164,8 +170,8 @@ def train(recipe: Any, without: str) -> list[list[float]]:
             recipe, data.Loader(recipe, data.prepare(recipe, Path(directory)), 0, 1), state, device
         )
         engine = Engine(recipe, runtime, state, device)
-        if without == ROUNDED:
-            round_weights_at_random(engine)
+        if without == CHANGED:
+            change_weights_by_rounding(engine)
         for step in range(recipe.train.steps):
             engine.forward_backward(batches.build_training_batches(step * recipe.train.global_batch_size))
             engine.step_optimizer()
@@ -175,7 +181,7 @@ def train(recipe: Any, without: str) -> list[list[float]]:
 
 
 def find_largest_gap(losses: list[list[float]], reference: list[list[float]]) -> tuple[float, int]:
-    """Return the largest difference of a loss and its step, from 1; infinity for a loss that is no number."""
+    """Return the largest difference of a loss and its step, from 1; infinity for what is not a number."""
     gaps = []
     for step, rows in enumerate(zip(losses, reference, strict=True), 1):
         for a, b in zip(*rows, strict=True):

@@ -31,6 +31,10 @@ SHIFTED_GATE_SOURCE_PREDICATE = SourcePredicate("transformer/mlp.py", "glu_linea
 MTP_RECOMPUTATION_SOURCE_PREDICATE = SourcePredicate(
     "transformer/multi_token_prediction.py", "_checkpointed_forward", "0.14"
 )
+# Products read an input again that another operation saves, and save no FP8 copy of it.
+SHARED_FP8_INPUT_SOURCE_PREDICATE = SourcePredicate(
+    "transformer/attention.py", "set_save_original_input", "0.14"
+)
 DELTA_NET_CHUNK = 64  # rows that a gated delta net takes at once
 
 
@@ -142,9 +146,13 @@ class LayerByteCounter:
             is_frozen=recipe.model.lora is not None,
         )
         self.adapted_matrices = _find_adapted_matrices(recipe)
-        # A product saves the FP8 copy of its input. Other readers, as adapters, save the input.
-        self.has_fp8_inputs = bool(recipe.model.fp8 and traits.fp8_copy_bytes and not recipe.model.lora)
-        self.input_bytes = FP8 if self.has_fp8_inputs else size  # of an element that only products read
+        # Bytes of an element that only a product reads, and of the FP8 copy of one that others read too.
+        fp8 = recipe.model.fp8 if traits.fp8_copy_bytes else None
+        self.input_bytes = FP8 if fp8 and not recipe.model.lora else size
+        shares = code.has(SHARED_FP8_INPUT_SOURCE_PREDICATE) and fp8 and fp8.scaling != "delayed"
+        self.copy_bytes = FP8 if fp8 and not shares and not recipe.model.lora else 0
+        # Of an adapter's input that a norm within the product gives: the product keeps it, and its FP8 copy.
+        self.adapter_input_bytes = size + (FP8 if fp8 else 0)
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = count_microbatch_tokens(recipe)
@@ -195,19 +203,24 @@ class LayerByteCounter:
     def count_layer_bytes(self, has_experts: bool, delta_net: DeltaNet | None = None) -> int:
         """Return the bytes of one layer, dense or with experts, with attention or a gated delta net."""
         latent, fused = self.recipe.architecture.mla, self.traits.fused_norms
+        # Both down-projections of latent attention save an FP8 copy, which is as much as their input.
         first = self._count_norm_bytes(
             is_part_of_projection=fused and latent is None,
-            rereads_input=self._rereads_input(
-                "self_attention", "qkv", "q_proj", "q_down_proj", "kv_down_proj"
+            output_bytes=self._count_product_input_bytes(
+                fused and latent is None, "self_attention", "qkv", "q_proj", "q_down_proj", "kv_down_proj"
             ),
         )
         attention = self._count_mla_bytes(latent) if latent else self._count_attention_bytes()
         if delta_net is not None:
             attention = self._count_delta_net_bytes(delta_net)
         # A router keeps its input, frozen or not; a recomputed part keeps its own input.
-        rereads_input = has_experts or "mlp" in self.recomputed_modules or self._rereads_input("mlp", "fc1")
+        output_bytes = self._count_product_input_bytes(fused, "mlp", "fc1")
+        if has_experts:
+            output_bytes = self.saved.element_bytes
+        elif "mlp" in self.recomputed_modules:
+            output_bytes = 0 if fused else self.saved.element_bytes
         second = self._count_norm_bytes(
-            is_part_of_projection=fused and not has_experts, rereads_input=rereads_input
+            is_part_of_projection=fused and not has_experts, output_bytes=output_bytes
         )
         total = (
             first
@@ -229,16 +242,31 @@ class LayerByteCounter:
             f"{module}.linear_{name}" in self.adapted_matrices for name in matrices
         )
 
+    def _count_product_input_bytes(self, is_norm_part: bool, module: str, *matrices: str) -> int:
+        """Return the bytes of an element that a module's matrices read; `is_norm_part`: their norm gives it.
+
+        An adapted product keeps what its norm gives, with dropout too.
+        """
+        if not is_norm_part:
+            return self.saved.element_bytes * self._rereads_input(module, *matrices)
+        if self.adapted_matrices is None:
+            return self.input_bytes
+        is_adapted = any(f"{module}.linear_{name}" in self.adapted_matrices for name in matrices)
+        return self.adapter_input_bytes * is_adapted
+
     def _count_adapter_bytes(self, has_experts: bool) -> int:
-        """Return the bytes that the adapters of a layer save: narrow products, inputs of dropout, outputs."""
+        """Return the bytes that a layer's adapters save: their matrices, narrow products, inputs, outputs."""
         lora, total, size = self.recipe.model.lora, 0, self.saved.element_bytes
         if lora is None or self.adapted_matrices is None:
             return 0
+        moe = self.recipe.architecture.moe
+        local_experts = moe.num_experts // self.recipe.parallel.ep if moe else 0
         for name, matrix in self.adapted_matrices.items():
             module = name.partition(".")[0]
             if module == "self_attention" or (module == "mlp") != has_experts:
                 rows = self.expert_tokens if (expert := module == "experts") else self.tokens
-                total += rows * matrix.pairs * lora.rank * size
+                stacked = (matrix.columns + matrix.rows) * (local_experts if expert else 1)
+                total += (rows + stacked) * matrix.pairs * lora.rank * size
                 if lora.dropout:  # the input that is left, and which of it
                     input_rows = rows if matrix.is_cut_input or expert else self.stream_tokens
                     mask = 1 if self.traits.fused_kernels else size
@@ -248,18 +276,16 @@ class LayerByteCounter:
                     total += output_rows * matrix.rows * size * (1 + (expert and self.traits.grouped_experts))
         return total
 
-    def _count_norm_bytes(self, *, is_part_of_projection: bool, rereads_input: bool) -> int:
+    def _count_norm_bytes(self, *, is_part_of_projection: bool, output_bytes: int) -> int:
         """Return the bytes of a norm over the residual stream.
 
-        The norm's output is included where the next operation has to read it again (`rereads_input`).
+        An element of the norm's output has `output_bytes`, 0 where nothing reads it again.
         """
-        norm_bytes = self.stream_tokens * self.saved.count_norm_bytes(self.recipe.architecture.hidden_size)
+        hidden_size = self.recipe.architecture.hidden_size
+        norm_bytes = self.stream_tokens * self.saved.count_norm_bytes(hidden_size)
         if "layernorm" in self.recomputed_modules and not is_part_of_projection:
             return min(norm_bytes, self.stream_bytes)
-        output_bytes = self.stream_bytes
-        if is_part_of_projection:
-            output_bytes = self.stream_tokens * self.recipe.architecture.hidden_size * self.input_bytes
-        return norm_bytes + output_bytes * rereads_input
+        return norm_bytes + self.stream_tokens * hidden_size * output_bytes
 
     def _count_attention_bytes(self) -> int:
         a, tp, size = self.recipe.architecture, self.recipe.parallel.tp, self.saved.element_bytes
@@ -290,13 +316,10 @@ class LayerByteCounter:
         for rank, up in ((rank, up) for rank, up in ranks if rank):
             # Recomputed from its compressed input, a projection keeps that alone (its norm's, where that is
             # part).
-            rereads_input = self._rereads_input("self_attention", up) and not (
-                recomputes_up and self.traits.fused_norms
-            )
-            input_bytes = self.input_bytes if self.traits.fused_norms else size
-            total += self.stream_tokens * (
-                self.saved.count_norm_bytes(rank) + rereads_input * rank * input_bytes
-            )
+            input_bytes = self._count_product_input_bytes(self.traits.fused_norms, "self_attention", up)
+            if recomputes_up and self.traits.fused_norms:
+                input_bytes = 0
+            total += self.stream_tokens * (self.saved.count_norm_bytes(rank) + rank * input_bytes)
         out = self._count_attention_output_bytes(heads * value)
         if "core_attn" in self.recomputed_modules:
             attention_bytes = heads * (2 * width + value) * size
@@ -338,24 +361,22 @@ class LayerByteCounter:
     def _count_dense_bytes(self) -> int:
         a = self.recipe.architecture
         if "mlp" in self.recomputed_modules:
-            # Its input is the norm's output, or the norm's own input where the norm is part of it.
-            return -self.stream_bytes if self.traits.fused_norms else 0
+            return 0
         return self._count_swiglu_bytes(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp, "mlp")
 
     def _count_attention_output_bytes(self, width: int) -> int:
-        """Return the bytes of attention's output, where the projection or the kernel itself reads it again.
+        """Return the bytes of attention's output for one token: the projection or the kernel reads it again.
 
-        With delayed scaling the projection also saves its FP8 copy; else it reads what the kernel saves.
+        In FP8 the projection may save a copy of its own.
         """
-        fp8 = self.recipe.model.fp8
-        has_copy = self.has_fp8_inputs and fp8 is not None and fp8.scaling == "delayed"
-        kernel = (
+        is_saved_by_kernel = (
             self.traits.fused_kernels
             and not self.traits.keeps_scores
             and "core_attn" not in self.recomputed_modules
         )
-        is_saved = kernel or self._rereads_input("self_attention", "proj")
-        return width * (is_saved * self.saved.element_bytes + has_copy * FP8)
+        is_input_saved = not self.copy_bytes and self._rereads_input("self_attention", "proj")
+        is_saved = is_saved_by_kernel or is_input_saved
+        return width * (is_saved * self.saved.element_bytes + self.copy_bytes)
 
     def _count_swiglu_bytes(self, rows: int, width: int, module: str) -> int:
         """Return the bytes of a gate and, where it is read again, of the input of the product after it."""
@@ -385,7 +406,7 @@ class LayerByteCounter:
                 self.tokens, moe.shared_ffn_hidden_size // parallel.tp, "shared_experts"
             )
             # Its input is the router's too, which keeps it as it is.
-            shared += self.has_fp8_inputs * self.stream_tokens * self.recipe.architecture.hidden_size * FP8
+            shared += self.stream_tokens * self.recipe.architecture.hidden_size * self.copy_bytes
         dispatched = copies * self.recipe.architecture.hidden_size * self.input_bytes
         dispatched *= self._rereads_input("experts", "fc1")
         return routing + dispatched + inner + shared

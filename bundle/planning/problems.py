@@ -13,7 +13,10 @@ from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
 from bundle.errors import ExitCode, format_bytes
 from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Decision, PatchAction, mindspeed
-from bundle.planning.activations import MTP_RECOMPUTATION_SOURCE_PREDICATE
+from bundle.planning.activations import (
+    MTP_RECOMPUTATION_SOURCE_PREDICATE,
+    SHARED_FP8_INPUT_SOURCE_PREDICATE,
+)
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, is_shared_embedding_across_buckets
 from bundle.planning.size import FP8_GEMM_WEIGHT_PATTERN, list_parameters, list_trained_parameters
@@ -43,6 +46,10 @@ STANDALONE_MTP_SOURCE_PREDICATE = SourcePredicate(
 
 
 BLOCKWISE_FP8_SOURCE_PREDICATE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
+# From 0.14 on, shared experts let Transformer Engine save their input for any scaling, which refuses delayed.
+DELAYED_FP8_SHARED_EXPERTS_SOURCE_PREDICATE = SourcePredicate(
+    "transformer/moe/shared_experts.py", "fp8_recipe != 'delayed'", "0.16"
+)
 # Earlier releases do not recompute these together with FP8; 0.12 does not refuse them.
 FP8_RECOMPUTATION_SOURCE_PREDICATE = SourcePredicate(
     "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
@@ -133,6 +140,20 @@ def find_backend_problems(
                 f"model.fp8.scaling: megatron-core {code.release} does not support blockwise"
                 f" ({code.describe_evidence_source(BLOCKWISE_FP8_SOURCE_PREDICATE)})."
                 f" Use {BLOCKWISE_FP8_SOURCE_PREDICATE.since} or newer"
+            )
+        has_shared_experts = recipe.architecture.moe and recipe.architecture.moe.shared_ffn_hidden_size
+        if (
+            can.backend == "cuda"
+            and model.fp8.scaling == "delayed"
+            and has_shared_experts
+            and code.has(SHARED_FP8_INPUT_SOURCE_PREDICATE)
+            and not code.has(DELAYED_FP8_SHARED_EXPERTS_SOURCE_PREDICATE)
+        ):
+            evidence = code.describe_evidence_source(DELAYED_FP8_SHARED_EXPERTS_SOURCE_PREDICATE)
+            yield to_recipe_problem(
+                f"model.fp8.scaling: megatron-core {code.release} does not support delayed with shared"
+                f" experts ({evidence}). Use tensorwise, or megatron-core"
+                f" {DELAYED_FP8_SHARED_EXPERTS_SOURCE_PREDICATE.since} or newer"
             )
     if recipe.optimizer.name == "sgd" and not (recipe.optimizer.sgd_momentum or can.layers.plain_sgd):
         yield to_recipe_problem(

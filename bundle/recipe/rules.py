@@ -387,8 +387,8 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
     if model.fp8 is not None and model.fp8.scaling == "delayed":
         yield (
             "model.fp8.scaling",
-            "checkpoints of adapters do not contain the past values that delayed scaling needs. Use"
-            " tensorwise with model.lora.",
+            "delayed is not supported with model.lora: checkpoints of adapters do not contain its past"
+            " values. Set it to tensorwise or blockwise.",
         )
     if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:
         yield "model.moe.bias_update_rate", "adapters do not contain this bias. Set it to 0 with model.lora."

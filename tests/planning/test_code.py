@@ -228,6 +228,25 @@ def test_what_is_recomputed_beside_fp8(scaling, modules, allowed, release_trees)
         assert bool(said) == (allowed is None or Version(number) < Version(allowed)), number
 
 
+@pytest.mark.parametrize(
+    ("config", "scaling", "refused"),
+    [
+        (DEEPSEEK, "delayed", ("0.14.0", "0.15.3")),
+        (DEEPSEEK, "tensorwise", ()),
+        (DEEPSEEK | {"n_shared_experts": 0}, "delayed", ()),
+        (QWEN3, "delayed", ()),
+    ],
+)
+def test_delayed_fp8_beside_shared_experts_needs_a_release_without_the_defect(
+    config, scaling, refused, release_trees
+) -> None:
+    recipe = job(config, model={"config": config, "fp8": {"scaling": scaling}})
+    for number, root in release_trees.items():
+        on_gpus = build_plan(recipe, hardware_name="h200", mcore=str(root), per_node=1)
+        said = [one.text for one in on_gpus.problems if "delayed with shared" in one.text]
+        assert bool(said) == (number in refused), number
+
+
 def test_blockwise_fp8_on_gpus_needs_a_release_that_names_it(release_trees) -> None:
     recipe = job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": "blockwise"}})
     for number, root in release_trees.items():

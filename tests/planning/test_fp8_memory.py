@@ -26,21 +26,22 @@ TOKENS, HIDDEN, FFN = 2 * 64, 64, 96  # of a micro-batch
 def test_the_peaks_of_training_on_one_h200(model, scaling, gib):
     """The peaks of torch's allocator, with megatron-core 0.16.1 and Transformer Engine 2.14.1."""
     fp8 = [f"model.fp8={{scaling: {scaling}}}"] if scaling else []
-    made = plan(load(str(GPU / f"{model}.yaml"), ["train.micro_batch_size=8", *fp8]), H200, per_node=1)
-    assert made.memory[0].learning_peak / 2**30 == pytest.approx(gib, rel=0.02)
+    recipe = load(str(GPU / f"{model}.yaml"), ["train.micro_batch_size=8", *fp8])
+    peak = plan(recipe, H200, per_node=1).memory[0].learning_peak
+    assert peak / 2**30 == pytest.approx(gib, rel=0.02)
 
 
-def saved(config, fp8, lora=None, **sections):
-    model = {"config": config, "fp8": fp8 and {"scaling": fp8}, "lora": lora}
+def count_saved_bytes(config, fp8, lora=None, recompute=None, version="0.16.1", **sections):
+    model = {"config": config, "fp8": fp8 and {"scaling": fp8}, "lora": lora, "recompute": recompute}
     train = {"micro_batch_size": 2, "global_batch_size": 4}
     recipe = job(config, model=model, train=train, **sections)
-    made = plan(recipe, H200, nodes=1, per_node=recipe.parallel.tp)
+    made = plan(recipe, H200, version, nodes=1, per_node=recipe.parallel.tp)
     return made.memory[0].activations.saved
 
 
-def compute_difference(config, fp8, **sections):
+def compute_difference(config, fp8, **options):
     """The bytes that bf16 saves and FP8 does not."""
-    return saved(config, None, **sections) - saved(config, fp8, **sections)
+    return count_saved_bytes(config, None, **options) - count_saved_bytes(config, fp8, **options)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
@@ -48,8 +49,21 @@ def test_inputs_that_only_products_read_have_one_byte(scaling):
     assert compute_difference(QWEN3, scaling) == 4 * TOKENS * (2 * HIDDEN + FFN)
 
 
-def test_delayed_scaling_also_saves_a_copy_of_attention_s_output():
-    assert compute_difference(QWEN3, "delayed") == 4 * TOKENS * (2 * HIDDEN + FFN - 4 * 16)
+@pytest.mark.parametrize(("scaling", "version"), [("delayed", "0.16.1"), ("tensorwise", "0.13.1")])
+def test_some_projections_also_save_a_copy_of_attention_s_output(scaling, version):
+    attention = 4 * 16
+    difference = compute_difference(QWEN3, scaling, version=version)
+    assert difference == 4 * TOKENS * (2 * HIDDEN + FFN - attention)
+
+
+def test_recomputed_parts_save_no_copies():
+    """What is left: of an MLP the input of queries, keys and values; of attention its output."""
+    mlp = {"granularity": "selective", "modules": ["mlp"]}
+    assert compute_difference(QWEN3, "tensorwise", recompute=mlp) == 4 * TOKENS * HIDDEN
+    attention = {"granularity": "selective", "modules": ["core_attn"]}
+    inputs = 2 * HIDDEN + FFN
+    assert compute_difference(QWEN3, "tensorwise", recompute=attention) == 4 * TOKENS * inputs
+    assert compute_difference(QWEN3, "delayed", recompute=attention) == 4 * TOKENS * (inputs + 4 * 16)
 
 
 def test_ranks_share_what_fp8_saves():
@@ -60,12 +74,28 @@ def test_ranks_share_what_fp8_saves():
 
 
 def test_experts_latent_attention_and_mtp():
-    """A dense layer, three with experts and one of MTP; shared experts add a copy of the router's input."""
+    """A dense layer, three with experts and one of MTP."""
     config = DEEPSEEK | {"moe_intermediate_size": 48, "q_lora_rank": 32, "kv_lora_rank": 16}
-    latent, expert = 32 + 16, 2 * (HIDDEN + 48) + 48 - HIDDEN
-    layers = (latent + HIDDEN + FFN) + 4 * (latent + expert)
-    assert compute_difference(config, "tensorwise") == TOKENS * (layers + 2 * HIDDEN)
+    latent, expert = 32 + 16, 2 * (HIDDEN + 48) + 48
+    tensorwise = (latent + HIDDEN + FFN) + 4 * (latent + expert) + 2 * HIDDEN
+    assert compute_difference(config, "tensorwise") == TOKENS * tensorwise
+    copies = 5 * 4 * 12 + 4 * HIDDEN  # of attention's outputs, and of the inputs of shared experts
+    assert compute_difference(config, "delayed") == TOKENS * (tensorwise - copies)
 
 
-def test_adapters_read_inputs_in_bf16():
-    assert compute_difference(QWEN3, "tensorwise", lora={"rank": 4, "alpha": 8}) == 0
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapted_products_with_a_norm_save_a_copy_beside_the_input(dropout):
+    """Other products are frozen and save nothing; their adapters read the input in bf16."""
+    lora = {"rank": 4, "alpha": 8, "dropout": dropout}
+    attention = lora | {"targets": ["q_proj"]}
+    assert compute_difference(QWEN3, "tensorwise", lora=lora) == -4 * TOKENS * 2 * HIDDEN
+    assert compute_difference(QWEN3, "tensorwise", lora=attention) == -4 * TOKENS * HIDDEN
+    assert compute_difference(QWEN3, "tensorwise", lora=lora | {"targets": ["o_proj"]}) == 0
+    latent = lora | {"targets": ["q_b_proj", "kv_b_proj"]}
+    assert compute_difference(DEEPSEEK | {"q_lora_rank": 32}, "tensorwise", lora=latent) == -5 * TOKENS * 52
+
+
+def test_dropout_adds_its_inputs_to_the_output_of_the_norm():
+    lora = {"rank": 4, "alpha": 8, "targets": ["q_proj"]}
+    without, dropped = (count_saved_bytes(QWEN3, None, lora | {"dropout": share}) for share in (0.0, 0.1))
+    assert dropped - without == 4 * TOKENS * HIDDEN * (2 + 1)

@@ -44,7 +44,7 @@ def test_megatron_s_loss_takes_the_place_of_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gap", "rounded", "code"),
+    ("gap", "changed", "code"),
     [
         (0.0, 0.25, 0),
         (0.5, 0.25, 0),
@@ -57,8 +57,8 @@ def test_megatron_s_loss_takes_the_place_of_chunks(monkeypatch):
         (0.0, None, 1),
     ],
 )
-def test_a_far_loss_or_a_failed_run_ends_with_1(monkeypatch, gap, rounded, code):
-    gaps = {switches.AGAIN: 0.0, switches.ROUNDED: rounded, "kept logits": gap}
+def test_a_far_loss_or_a_failed_run_ends_with_1(monkeypatch, gap, changed, code):
+    gaps = {switches.AGAIN: 0.0, switches.CHANGED: changed, "kept logits": gap}
     runs = {name: None if gap is None else [[2.0, 1.0 + gap]] for name, gap in gaps.items()}
     monkeypatch.setattr(switches, "run", lambda name, options: runs[name])
     monkeypatch.setattr(sys, "argv", ["switches", "--only", "kept logits", "--at-once", "2"])
@@ -75,7 +75,7 @@ def test_a_failed_first_run_ends_with_1(monkeypatch):
 def test_processes_train_and_print_their_losses():
     keys = ("parallel.ep=1", "data.validation=0", "train.global_batch_size=8")
     runs = []
-    for name in (switches.AGAIN, switches.ROUNDED):
+    for name in (switches.AGAIN, switches.CHANGED):
         command = [sys.executable, "-m", "benchmarks.gpu.switches", "--without", name, "--recipe", "demo"]
         command += ["--steps", "2", *(word for key in keys for word in ("--set", key))]
         ended = subprocess.run(command, capture_output=True, text=True, check=True)

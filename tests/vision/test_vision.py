@@ -142,7 +142,7 @@ def test_what_a_tower_keeps_is_predicted(case, dtype, size, frozen):
     from bundle.models.vision import VisionTower
     from bundle.packing.images import ImageInputs
     from bundle.planning.tower_activations import count_activation_bytes_per_patch
-    from bundle.recipe.recipe import VisionSection as VisionSection
+    from bundle.recipe.recipe import VisionSection
     from tests.planning.rank import Kept
 
     vision = replace(case.vision, **size, full_layers=())
