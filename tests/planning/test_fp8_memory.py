@@ -83,16 +83,18 @@ def test_experts_latent_attention_and_mtp():
     assert compute_difference(config, "delayed") == TOKENS * (tensorwise - copies)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_adapted_products_with_a_norm_save_a_copy_beside_the_input(dropout):
+@pytest.mark.parametrize(("dropout", "version"), [(0.0, "0.16.1"), (0.1, "0.16.1"), (0.0, "0.13.1")])
+def test_adapted_products_with_a_norm_save_a_copy_beside_the_input(dropout, version):
     """Other products are frozen and save nothing; their adapters read the input in bf16."""
     lora = {"rank": 4, "alpha": 8, "dropout": dropout}
-    attention = lora | {"targets": ["q_proj"]}
-    assert compute_difference(QWEN3, "tensorwise", lora=lora) == -4 * TOKENS * 2 * HIDDEN
-    assert compute_difference(QWEN3, "tensorwise", lora=attention) == -4 * TOKENS * HIDDEN
-    assert compute_difference(QWEN3, "tensorwise", lora=lora | {"targets": ["o_proj"]}) == 0
-    latent = lora | {"targets": ["q_b_proj", "kv_b_proj"]}
-    assert compute_difference(DEEPSEEK | {"q_lora_rank": 32}, "tensorwise", lora=latent) == -5 * TOKENS * 52
+    for config, targets, copied in (
+        (QWEN3, ["q_proj", "o_proj", "up_proj", "down_proj"], 4 * 2 * HIDDEN),
+        (QWEN3, ["q_proj"], 4 * HIDDEN),
+        (QWEN3, ["o_proj"], 0),
+        (DEEPSEEK | {"q_lora_rank": 32}, ["q_b_proj", "kv_b_proj"], 5 * (32 + 20)),
+    ):
+        lora = lora | {"targets": targets}
+        assert compute_difference(config, "tensorwise", lora=lora, version=version) == -TOKENS * copied
 
 
 def test_dropout_adds_its_inputs_to_the_output_of_the_norm():

@@ -23,6 +23,23 @@ def test_sequence_parallelism_cuts_the_residual_stream_and_nothing_else():
     assert whole - counted(QWEN3, tp=2, sequence_parallel=True) == TOKENS // 2 * 2 * norm
 
 
+def test_adapters_keep_their_narrow_products_and_copies_of_their_matrices():
+    def count_with_rank(rank, experts=False, **lora):
+        config = DEEPSEEK if experts else QWEN3
+        model = {"config": config, "lora": {"rank": rank, "alpha": 8} | lora}
+        recipe, code = job(config, model=model), MegatronCode(Version("0.16.1"))
+        return LayerByteCounter(recipe, LOCAL_LAYER_TRAITS, code).count_layer_bytes(experts)
+
+    joined = (4 + 2 + 2) * 16  # queries, keys and values
+    difference = count_with_rank(7, targets=["q_proj"]) - count_with_rank(3, targets=["q_proj"])
+    assert difference == 4 * BF16 * (TOKENS + HIDDEN + joined)
+    difference = count_with_rank(7, experts=True, targets=["down_proj"]) - count_with_rank(
+        3, experts=True, targets=["down_proj"]
+    )
+    shared = TOKENS + 40 + HIDDEN
+    assert difference == 4 * BF16 * (TOKENS * 2 + 8 * (40 + HIDDEN) + shared)
+
+
 def test_ranks_that_share_an_expert_have_the_tokens_of_all_of_them():
     """Twice the copies, each through half of an expert: what lies between the two products stays the same.
 
