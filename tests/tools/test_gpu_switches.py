@@ -73,7 +73,7 @@ def test_a_failed_first_run_ends_with_1(monkeypatch):
 
 @pytest.mark.processes
 def test_processes_train_and_print_their_losses():
-    keys = ("parallel.ep=1", "data.validation=0", "train.global_batch_size=8")
+    keys = ("parallel.ep=1", "data.validation=0", "train.global_batch_size=8", "model.dtype=bf16")
     runs = []
     for name in (switches.AGAIN, switches.CHANGED):
         command = [sys.executable, "-m", "benchmarks.gpu.switches", "--without", name, "--recipe", "demo"]
