@@ -1,32 +1,32 @@
 """The memory that FP8 products need, against an H200's peaks and by hand."""
 
-from pathlib import Path
-
 import pytest
 
 from bundle.environment.hardware import build_preset
 from bundle.recipe import load
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
+from tests.planning.test_roofline import EIGHT_ROWS, FOUR_ROWS, GPU
 
-GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 H200 = build_preset("h200")
 TOKENS, HIDDEN, FFN = 2 * 64, 64, 96  # of a micro-batch
 
 
 @pytest.mark.parametrize(
-    ("model", "scaling", "gib"),
+    ("model", "rows", "scaling", "gib"),
     [
-        ("gqa", None, 37.7),
-        ("gqa", "tensorwise", 36.6),
-        ("latent", None, 49.8),
-        ("latent", "tensorwise", 48.7),
-        ("latent", "delayed", 49.3),
+        ("gqa", EIGHT_ROWS, None, 37.7),
+        ("gqa", EIGHT_ROWS, "tensorwise", 36.6),
+        ("latent", EIGHT_ROWS, None, 49.8),
+        ("latent", EIGHT_ROWS, "tensorwise", 48.7),
+        ("latent", EIGHT_ROWS, "delayed", 49.3),
+        ("adapters", FOUR_ROWS, None, 96.8),
+        ("adapters", FOUR_ROWS, "tensorwise", 114.2),
     ],
 )
-def test_the_peaks_of_training_on_one_h200(model, scaling, gib):
+def test_the_peaks_of_training_on_one_h200(model, rows, scaling, gib):
     """The peaks of torch's allocator, with megatron-core 0.16.1 and Transformer Engine 2.14.1."""
     fp8 = [f"model.fp8={{scaling: {scaling}}}"] if scaling else []
-    recipe = load(str(GPU / f"{model}.yaml"), ["train.micro_batch_size=8", *fp8])
+    recipe = load(str(GPU / f"{model}.yaml"), [*rows, *fp8])
     peak = plan(recipe, H200, per_node=1).memory[0].learning_peak
     assert peak / 2**30 == pytest.approx(gib, rel=0.02)
 

@@ -73,6 +73,7 @@ CASES = {
     "`latent.yaml`, 8 rows, FP8 tensorwise, on H200": ("latent", (*EIGHT_ROWS, FP8), 1),
     "Qwen3-1.7B, 4 rows of 4,096, on H200": ("gqa", (TWICE, "train.micro_batch_size=4", *QWEN3), 1),
     "LoRA of Qwen3-8B, 4 rows of 4,096, on H200": ("adapters", FOUR_ROWS, 1),
+    "LoRA of Qwen3-8B, 4 rows of 4,096, FP8 tensorwise, on H200": ("adapters", (*FOUR_ROWS, FP8), 1),
     "four layers of Qwen3-30B-A3B, 8 rows of 4,096, on H200": (
         "gqa",
         (TWICE, *EIGHT_ROWS, *QWEN3_EXPERTS),

@@ -188,6 +188,25 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
 
 
 @pytest.mark.world
+@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
+@pytest.mark.slow
+def test_adapters_beside_fp8_products_resume_with_the_same_losses(tmp_path, scaling):
+    pytest.importorskip("megatron.core")
+    model, whole, halves = (tmp_path / name for name in ("model", "whole", "halves"))
+    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(random.Random(1).choices(string.ascii_lowercase, k=20_000)))
+    adapters = "model.lora={rank: 2, alpha: 4, targets: all-linear}"
+    settings = (f"data.path=[{text}]", "model.dtype=bf16", adapters, f"model.fp8={{scaling: {scaling}}}")
+    train(whole, model, *settings, "train.steps=4")
+    train(halves, model, *settings, "train.steps=2")
+    said = train(halves, model, *settings, "train.steps=4", flags=["--resume"])
+    assert find_resumed_steps(said) == [2]
+    undisturbed = noted(whole, "train/loss")
+    assert len(set(undisturbed)) == 4 and noted(halves, "train/loss") == undisturbed
+
+
+@pytest.mark.world
 @pytest.mark.parametrize("name", ["qwen3_next as published", "qwen3_5_moe_text as published"])
 @pytest.mark.slow
 def test_gated_delta_nets_go_on_where_they_were_in_another_layout_too_and_are_exported(tmp_path, name):
