@@ -79,6 +79,11 @@ CASES = {
         (TWICE, *EIGHT_ROWS, *QWEN3_EXPERTS),
         1,
     ),
+    "four layers of Qwen3-30B-A3B, 8 rows of 4,096, FP8 tensorwise, on H200": (
+        "gqa",
+        (TWICE, *EIGHT_ROWS, *QWEN3_EXPERTS, FP8),
+        1,
+    ),
 }
 
 
