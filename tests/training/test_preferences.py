@@ -33,12 +33,17 @@ TINY = (
 )
 
 
+def write_pairs(directory: Path) -> Path:
+    rows = directory / "rows.jsonl"
+    pairs = [{"prompt": f"{n}?", "chosen": "yes " * (1 + n % 3), "rejected": "no " * 3} for n in range(16)]
+    rows.write_text("\n".join(map(json.dumps, pairs)))
+    return rows
+
+
 @pytest.mark.slow
 def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    rows = tmp_path / "rows.jsonl"
-    pairs = [{"prompt": f"{n}?", "chosen": "yes " * (1 + n % 3), "rejected": "no " * 3} for n in range(16)]
-    rows.write_text("\n".join(map(json.dumps, pairs)))
+    rows = write_pairs(tmp_path)
     run, keys = tmp_path / "run", (*TINY, f"data.path={rows}")
     assert "answers in" in finish(command.start_training("demo", run, keys))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -78,6 +83,18 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     (tmp_path / "away.npz").rename(kept)
     assert "answers in" not in finish(command.start_training("demo", run, longer, "--resume"))
     assert np.array_equal(np.load(kept)["log_probs"], before)
+
+
+@pytest.mark.slow
+def test_with_fp8_blockwise_a_run_begins_at_its_reference(tmp_path: Path) -> None:
+    """Each block has its own scale: answers have the same log-probabilities in any micro-batch."""
+    pytest.importorskip("megatron.core")
+    rows = write_pairs(tmp_path)
+    keys = (*TINY, f"data.path={rows}", "model.dtype=bf16", "model.fp8={scaling: blockwise}", "train.steps=4")
+    finish(command.start_training("demo", tmp_path / "run", keys))
+    metrics = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    losses = [line["train/loss"] for line in metrics if "train/loss" in line]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and losses[-1] < losses[0]
 
 
 def _compact(said: str) -> str:
