@@ -1,10 +1,12 @@
 """Speed and memory of `mcore-bundle train` beside transformers, PEFT and plain torch, on one device.
 
 python -m benchmarks.gpu.peers [--only CASE...] [--variants sdpa compiled liger] [--tiny] [--set KEY=VALUE...]
+    [--peer-micro-batch SIZE]
 
 Each case draws a model with transformers, saves it, and trains it 20 steps with `mcore-bundle train` and then
 with `benchmarks.gpu.peer`: the same weights, number of tokens, sequence length and dtype of optimizer states.
 The peer has the largest micro-batch that fits, and recomputes layers only where one sequence does not fit.
+`--peer-micro-batch` saves the time to try larger ones.
 A step lasts from the end of the last one to its end; speeds are medians of the steps from the sixth on. The
 lines of our log before a row tell what the start was spent on. Ends with 1 where a run fails, or where the
 ratio to the uncompiled peer is below that of `RATIOS`. A case needs 20 GiB of disk. `--tiny`: four small
@@ -133,6 +135,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", default=["sdpa"], choices=["sdpa", "compiled", "liger"])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--set", action="append", default=[], help="a key of mcore-bundle's recipe")
+    parser.add_argument("--peer-micro-batch", type=int, help="the largest size that is tried")
     options = parser.parse_args()
     print(
         "| case | by | tokens/s | ratio | GiB | micro-batch | s to the end of step 1 | loss of step 1, 20 |"
@@ -142,17 +145,17 @@ def main() -> int:
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                failed |= not compare(name, options.variants, Path(folder), options.set, is_tiny=options.tiny)
+                failed |= not compare(name, Path(folder), options)
             except RunFailed as error:
                 print(f"FAILED {name}: {error}", flush=True)
                 failed = True
     return int(failed)
 
 
-def compare(name: str, variants: list[str], folder: Path, overrides: list[str], *, is_tiny: bool) -> bool:
+def compare(name: str, folder: Path, options: argparse.Namespace) -> bool:
     """Run a case by us and by its peers; return whether all ran, and we are fast enough."""
     config, length, sequences = CASES[name]
-    if is_tiny:
+    if options.tiny:
         config, length, sequences = shrink(config), 512 if name == "vision" else 128, 2
     case: dict[str, Any] = {
         "task": name, "model": str(folder / "model"), "sequence_length": length, "sequences": sequences,
@@ -166,27 +169,28 @@ def compare(name: str, variants: list[str], folder: Path, overrides: list[str], 
     draw_model(folder / "config.json", folder / "model")
     case["ids"] = write_tokenizer(folder / "model", is_vision=name == "vision")
     (folder / "case.json").write_text(json.dumps(case))
-    ours = run_bundle(case, folder, overrides, backend="cpu" if is_tiny else "cuda")
+    ours = run_bundle(case, folder, options.set, backend="cpu" if options.tiny else "cuda")
     print_row(name, "mcore-bundle", ours, tokens, 1.0)
     is_right = True
-    for variant in variants:
+    for variant in options.variants:
         if name == "vision" and variant == "liger":
             continue  # AutoLigerKernelForCausalLM has no such models
         try:
-            peer = run_peer(case, folder, variant)
+            peer = run_peer(case, folder, variant, options.peer_micro_batch or sequences)
         except RunFailed as error:
             print(f"FAILED {name} {variant}: {error}", flush=True)
             is_right = False
             continue
         ratio = get_step_seconds(peer) / get_step_seconds(ours)
         print_row(name, variant, peer, tokens, ratio)
-        is_right &= is_tiny or variant != "sdpa" or ratio >= RATIOS[name]
+        is_right &= options.tiny or variant != "sdpa" or ratio >= RATIOS[name]
     return is_right
 
 
-def run_peer(case: dict[str, Any], folder: Path, variant: str) -> dict[str, Any]:
-    """Return what the peer prints, for the largest micro-batch that fits."""
+def run_peer(case: dict[str, Any], folder: Path, variant: str, largest: int) -> dict[str, Any]:
+    """Return what the peer prints, for the largest micro-batch that fits, of `largest` at most."""
     sizes = [case["sequences"] >> shift for shift in range(case["sequences"].bit_length())]
+    sizes = [size for size in sizes if size <= largest]
     for recompute in (False, True):
         for size in sizes:
             words = (str(folder / "case.json"), variant, str(size), str(int(recompute)), str(time.time()))

@@ -173,6 +173,8 @@ CLAIMS: tuple[Claim, ...] = (
     *(SameGradient(run, f"{run} on cpu", 1e-4) for run in _ADAPTED),
     Near("bf16 lora", "bf16 lora on cpu", steps=5, nats=0.01),
     Near("tensorwise lora", "tensorwise lora on cpu", steps=5, nats=0.02),
+    Near("tensorwise lora", "bf16 lora", steps=5, nats=0.1),
+    Far("tensorwise lora", "bf16 lora", steps=5, nats=0.01),
     Far("fp32 lora", "fp32", steps=5, nats=0.01),
     *(Near(run, "fp32 lora", steps=5, nats=0.001) for run in _ADAPTED_LAYOUTS),
     *(SameGradient(run, "fp32 lora", 1e-4) for run in _ADAPTED_LAYOUTS),

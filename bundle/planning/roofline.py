@@ -42,7 +42,9 @@ COEFFICIENTS_BY_TERM = {
     "launch": Coefficient(50e-6, "s; Two H200s: `latent.yaml`, TP2 ETP1 EP2"),
     "layer_launches": Coefficient(100, "a micro-batch; Rollouts: updates of Qwen3-4B in packs of 2,048"),
     "expert_layer_launches": Coefficient(400, "a micro-batch; Micro-batches: `latent.yaml`, 2 and 8 rows"),
-    "fp8_expert_launches": Coefficient(10.5, "of each expert; Beside transformers and PEFT: experts in FP8"),
+    "fp8_expert_launches": Coefficient(
+        10.5, "an expert, layer and micro-batch; Beside transformers and PEFT: experts in FP8 tensorwise"
+    ),
     "other_launches": Coefficient(150, "a micro-batch; the same rows"),
     "step_launches": Coefficient(640, "a step; the same rows"),
     "adapter_launches": Coefficient(1.5, "times the launches; Speed: adapters of latent"),
@@ -232,7 +234,7 @@ class _Step:
             )
             launches = _get_coefficient("expert_layer_launches")
             launches += LAUNCHES_PER_EXTRA_EXPERT * max(0.0, local - MEASURED_EXPERTS_PER_RANK)
-            if recipe.model.fp8:  # conversions to FP8, and products that no grouped launch has
+            if recipe.model.fp8:  # the weights of each expert are converted, and multiplied, one by one
                 launches += _get_coefficient("fp8_expert_launches") * local
         if recipe.model.lora is not None:
             kernels, launches = (

@@ -5,7 +5,7 @@ import pytest
 from bundle.environment.hardware import build_preset
 from bundle.recipe import load
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
-from tests.planning.test_roofline import EIGHT_ROWS, FOUR_ROWS, GPU
+from tests.planning.measured import EIGHT_ROWS, FOUR_ROWS, GPU, QWEN3_1_7B, QWEN3_EXPERTS
 
 H200 = build_preset("h200")
 TOKENS, HIDDEN, FFN = 2 * 64, 64, 96  # of a micro-batch
@@ -19,8 +19,11 @@ TOKENS, HIDDEN, FFN = 2 * 64, 64, 96  # of a micro-batch
         ("latent", EIGHT_ROWS, None, 49.8),
         ("latent", EIGHT_ROWS, "tensorwise", 48.7),
         ("latent", EIGHT_ROWS, "delayed", 49.3),
+        ("gqa", ("train.micro_batch_size=4", *QWEN3_1_7B), None, 64.5),
         ("adapters", FOUR_ROWS, None, 96.8),
         ("adapters", FOUR_ROWS, "tensorwise", 114.2),
+        ("gqa", (*EIGHT_ROWS, *QWEN3_EXPERTS), None, 71.8),
+        ("gqa", (*EIGHT_ROWS, *QWEN3_EXPERTS), "tensorwise", 73.8),
     ],
 )
 def test_the_peaks_of_training_on_one_h200(model, rows, scaling, gib):

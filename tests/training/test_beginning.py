@@ -6,13 +6,14 @@ import re
 import shutil
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.command import finish, start_training
 from tests.families import reference
-from tests.families.cases import CASES
+from tests.families.cases import CASES, Case
 from tests.training.verdicts import find_resumed_steps
 
 CASE = next(case for case in CASES if case.name == "qwen2 yarn with a factor")
@@ -37,6 +38,11 @@ def train(directory: Path, model: Path, *overrides: str, code: int = 0, flags: S
     return finish(start_training(recipe, directory, values, *flags), code, timeout=900)
 
 
+def write_model(directory: Path, case: Case = CASE) -> None:
+    """Write the model of a case, with a vocabulary for bytes."""
+    reference.write(replace(case, config=case.config | {"vocab_size": 258}), directory)
+
+
 def noted(directory: Path, name: str) -> list[float]:
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines if name in line]
@@ -59,8 +65,7 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
     pytest.importorskip("megatron.core")
     transformers = pytest.importorskip("transformers")
     model, held = tmp_path / "model", tmp_path / "held.txt"
-    case = CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258})
-    reference.write(case, model)
+    write_model(model)
     (model / "chat_template.jinja").write_text("{{ messages }}")
     held.write_text(_TEXT)
     evaluated = f"data.validation_sets={{held: {{path: [{held}]}}}}"
@@ -110,7 +115,7 @@ def test_weights_that_are_gathered_by_the_next_pass_are_exported_after_the_last_
     pytest.importorskip("megatron.core")
     safetensors = pytest.importorskip("safetensors.torch")
     model = tmp_path / "model"
-    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    write_model(model)
     values = ("devices.per_node=2", "train.micro_batch_size=1", "data.validation=0", "checkpoint.export=hf")
     late = "distributed={overlap_grad_reduce: true, overlap_param_gather: true}"
     train(tmp_path / "at once", model, *values)
@@ -133,7 +138,7 @@ def test_weights_that_are_gathered_by_the_next_pass_are_exported_after_the_last_
 def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp_path):
     pytest.importorskip("megatron.core")
     model, before = tmp_path / "model", tmp_path / "before"
-    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    write_model(model)
     train(before, model, "train.steps=2", "checkpoint.export=hf")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "b", "response": "cd"}\n' * 9)
@@ -169,7 +174,7 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
     pytest.importorskip("megatron.core")
     safetensors = pytest.importorskip("safetensors.torch")
     model, run = tmp_path / "model", tmp_path / "run"
-    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    write_model(model)
     lora = ("model.lora={rank: 2, alpha: 4, targets: [o_proj]}", "train.steps=2")
     two = ("devices.per_node=2", "train.micro_batch_size=1")
     train(run, model, *lora, *two)
@@ -190,10 +195,10 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
 @pytest.mark.world
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
 @pytest.mark.slow
-def test_adapters_beside_fp8_products_resume_with_the_same_losses(tmp_path, scaling):
+def test_fp8_adapters_resume_with_the_same_losses(tmp_path, scaling):
     pytest.importorskip("megatron.core")
     model, whole, halves = (tmp_path / name for name in ("model", "whole", "halves"))
-    reference.write(CASE.__class__(CASE.name, CASE.config | {"vocab_size": 258}), model)
+    write_model(model)
     text = tmp_path / "text.txt"
     text.write_text("".join(random.Random(1).choices(string.ascii_lowercase, k=20_000)))
     adapters = "model.lora={rank: 2, alpha: 4, targets: all-linear}"
@@ -214,7 +219,7 @@ def test_gated_delta_nets_go_on_where_they_were_in_another_layout_too_and_are_ex
     transformers = pytest.importorskip("transformers")
     model, whole, halves, stages = (tmp_path / of for of in ("model", "whole", "halves", "stages"))
     case = next(case for case in CASES if case.name == name)
-    reference.write(case.__class__(name, case.config | {"vocab_size": 258}), model)
+    write_model(model, case)
     text, held = tmp_path / "text.txt", tmp_path / "held.txt"
     text.write_text("".join(random.Random(1).choices(string.ascii_lowercase, k=20_000)))  # no samples alike
     held.write_text(_TEXT)
