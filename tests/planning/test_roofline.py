@@ -10,7 +10,7 @@ from bundle.planning import Plan, build_plan
 from bundle.planning.roofline import COEFFICIENTS_BY_TERM, StepTime
 from bundle.planning.size import compute_model_size, list_layer_flops
 from bundle.recipe import list_built_in, load, loss_chunks
-from tests.planning.measured import CASES, GPU, PACKS
+from tests.planning.measured import CASES, FP8, GPU, PACKS
 
 PAGE = (Path(__file__).parents[2] / "docs/performance.md").read_text()
 TABLE = PAGE.partition("### What `tune` predicts")[2].partition("\n### ")[0]
@@ -149,6 +149,8 @@ def test_experts_in_fp8_wait_for_the_host():
     assert min(many.launches, few.launches) > 0
     waits = (many.compute + many.launches) - (few.compute + few.launches)
     assert waits == pytest.approx(2 * 4 * 64 * (2 + 10.5) * 50e-6)
+    alone, shared = (predict(case, FP8).total for case in ("`latent.yaml`", "`latent.yaml`, EP2"))
+    assert shared < 0.85 * alone, "a rank of two has half of the experts"
 
 
 def test_an_unknown_device_is_predicted_as_an_h200():
