@@ -1,5 +1,6 @@
 """Real faults of the file system below a launch, the verdict on each, and where the evidence is kept."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -57,7 +58,9 @@ def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
     pids = wait_until_ready(tmp_path, Path(f"/proc/{launched.pid}/root", *disk.parts[1:], "run/logs"))
     assert len(pids) == 2
     time.sleep(1)  # its launcher has seen both ranks by then
-    fail(launched.pid, disk)
+    with (tmp_path / "writing").open("w") as lock:  # a write during the failure may have another error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fail(launched.pid, disk)
     began = time.monotonic()
     _, err = finish(launched, 1)
     assert time.monotonic() - began < 12  # it gives ranks 5 s to end, and an agent without ranks 8 s more

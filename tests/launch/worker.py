@@ -3,6 +3,7 @@
 tests.launch.launched starts it through an agent, which makes a verdict of its end: no World has one.
 """
 
+import fcntl
 import os
 import resource
 import signal
@@ -87,7 +88,7 @@ def grow() -> None:
 
 
 def write() -> None:
-    """Rank 0 writes a file again and again in the folder of its second argument.
+    """Rank 0 writes a file again and again in the folder of its second argument, and locks "writing" for it.
 
     With a third one, rank 1 does not end when it is asked to.
     """
@@ -98,7 +99,9 @@ def write() -> None:
     while time.monotonic() < deadline:
         time.sleep(0.1)
         if RANK == 0:
-            files.write_text(Path(sys.argv[2], "state"), "x")
+            with Path("writing").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                files.write_text(Path(sys.argv[2], "state"), "x")
 
 
 def talk() -> None:
